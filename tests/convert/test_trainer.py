@@ -309,7 +309,8 @@ def test_a_stage_killed_before_its_evaluation_is_evaluated(tmp_path):
     assert logged(tmp_path) == lines
 
 
-def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bit(tmp_path):
+def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.training.resume.fingerprints.STREAMED_ROWS", 1)
     run = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2, "max_length": 7, "max_steps": 10}
     seen: list[int] = []
 
@@ -322,6 +323,9 @@ def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bi
     assert sorted(set(seen)) == list(range(len(set(seen)))) and len(set(seen)) >= 40
     shutil.rmtree(tmp_path / "stage-2/checkpoint-6")
     shutil.rmtree(tmp_path / "stage-3")
+    others = [*TEXTS[:-1], {"text": "abcabc"}]
+    with pytest.raises(DataError, match=r"train_dataset: the first \d\d rows of the stream are not those that the run read"):
+        convert(tmp_path, rows=Dataset.from_list(others).to_iterable_dataset(), **run).train(resume_from_checkpoint=True)
     resumed = convert(tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), **run)
     resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(trainer.lm))

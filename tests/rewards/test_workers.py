@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
+import sys
 import weakref
 
 import pytest
@@ -137,14 +139,36 @@ def test_an_async_function_is_awaited_on_one_loop(path):
 
 @pytest.mark.parametrize("target", ["os.path:basename", "unmask.rewards.math_worker:compare"])
 def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, target):
-    """They may lie beside data that someone downloaded."""
+    """They may lie beside data that someone downloaded. SymPy looks for modules that may be absent."""
+    absent = [name for name in ("gmpy2", "flint", "antlr4", "python_flint") if importlib.util.find_spec(name) is None]
+    assert absent
     monkeypatch.chdir(tmp_path)
-    for name in ("json", "resource", "asyncio", "struct", "numpy", "math_verify", "unmask"):
+    for name in ("json", "resource", "asyncio", "struct", "numpy", "math_verify", "unmask", *absent):
         (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     worker = Worker(target)
     worker.start()
     worker.close()
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("module", ["my_module", "my_package.part"])
+def test_a_module_in_the_current_folder_is_found_after_all_others(tmp_path, monkeypatch, module):
+    """In this process and in a worker, but nothing that lies beside it."""
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package/__init__.py").write_text("from my_package.other import NUMBER")
+    (tmp_path / "my_package/other.py").write_text("NUMBER = 7")
+    tries = "import resource\ntry: import absent_module\nexcept ImportError: pass\ndef f(): return resource.__name__, __name__"
+    for file in ("my_module.py", "my_package/part.py"):
+        (tmp_path / file).write_text(tries)
+    for name in ("resource", "absent_module"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    before = [*sys.path, *sys.meta_path]
+    worker = Worker(f"{module}:f")
+    assert worker.apply((), {}, 60) == ("resource", module)
+    worker.close()
+    assert load_function(f"{module}:f")() == ("resource", module)
+    assert [*sys.path, *sys.meta_path] == before and not (tmp_path / "ran").exists()
 
 
 def test_arguments_may_have_any_name(path):

@@ -34,6 +34,8 @@ for n in range(100):
     except OSError: break
 while True: pass
 """
+ASKED_OFTEN = PythonTests("for n in range(10000):\n    if f(n) != 2 * n: assert False\nassert f(0) == 0", {"f": "f"})
+DOUBLE = "def f(x): return 2 * x"
 SLEEPS = "import time\ndef f(x):\n    time.sleep({seconds})\n    return 2 * x\n"
 CHILDREN = """
 import os
@@ -62,19 +64,60 @@ def test_processor_time_of_all_processes_decides(program, status):
     assert time.monotonic() - start < 60.0
 
 
+NAPS = "import time\ndef f(x):\n    while True: time.sleep(0.01)"
+CHILD_SLEEPS = "import os, time\ndef f(x):\n    os.fork() or time.sleep(99)\n    os.wait()"
+THREAD_COMPUTES = """
+import threading, time
+def compute():
+    start = time.process_time()
+    while time.process_time() - start < 1.0: pass
+def f(x):
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    return 2 * x
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "tests", "status"),
+    [
+        (SLEEPS.format(seconds=99), TESTS, "timeout"),
+        (NAPS, TESTS, "timeout"),
+        (CHILD_SLEEPS, TESTS, "timeout"),
+        ("import __main__\n__main__.Pipe.write = lambda *a: None", TESTS, "timeout"),
+        (SLEEPS.format(seconds=0.2), TESTS, "ok"),
+        (THREAD_COMPUTES, TESTS, "ok"),
+        (DOUBLE, ASKED_OFTEN, "ok"),
+    ],
+)
+def test_programs_may_not_sleep_for_long(program, tests, status):
+    """A candidate and a tester that wait for each other do not sleep, as one of them computes."""
+    require_sandbox()
+    pool = Pool(1, Limits(seconds=5.0, idle_seconds=0.5))
+    start = time.monotonic()
+    try:
+        assert [outcome.status for outcome in pool.run([python_job(program, tests)])] == [status]
+    finally:
+        pool.close()
+    assert time.monotonic() - start < 30.0
+
+
 @pytest.mark.parametrize("controlled", [True, False])
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
-    """Three programs that start as many processes as they can, each of which spins, run all the time beside one honest one.
+    """Three programs that start as many processes as they can, each of which spins, run all the time beside one honest one, which computes
+    or is asked often. Waiting for a processor does not count as sleep.
 
     `controlled`: with control groups that share the processors, if this machine has them."""
     require_sandbox()
     if not controlled:
         host = dataclasses.replace(probe(), missing=dict.fromkeys(("cgroups", "cpu"), "taken away"))
         monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
-    pool = Pool(len(HOSTILE) + 1, Limits(seconds=2.0))
+    pool = Pool(len(HOSTILE) + 1, Limits(seconds=2.0, idle_seconds=0.2))
+    programs = [python_job(HONEST, TESTS), python_job(DOUBLE, ASKED_OFTEN)]
     done = threading.Event()
     found: list[Outcome] = []
 
@@ -86,7 +129,7 @@ def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
     try:
         for attacker in attackers:
             attacker.start()
-        honest = list(itertools.chain.from_iterable(pool.run([python_job(HONEST, TESTS)]) for _ in range(count)))
+        honest = list(itertools.chain.from_iterable(pool.run([programs[n % 2]]) for n in range(count)))
     finally:
         done.set()
         for attacker in attackers:

@@ -91,6 +91,27 @@ def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_pa
     assert seen_again == seen[8:]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_other_rows_of_a_stream_are_refused_if_the_run_has_read_them(workers, tmp_path):
+    texts = [{"text": f"{text}{text[::-1]}"[: 1 + n % 7]} for n, text in enumerate(row["text"] for row in TEXTS * 16)]
+    run = {"max_steps": 6, "per_device_train_batch_size": 20, "dataloader_num_workers": workers, "lr_scheduler_type": "constant"}
+    run |= {"save_strategy": "steps", "save_steps": 4}
+    straight = make("pretrain", tmp_path, rows=Dataset.from_list(texts).to_iterable_dataset(), **run)
+    straight.train()
+
+    def resume(changed):
+        shutil.rmtree(tmp_path / "checkpoint-6", ignore_errors=True)
+        rows = [row if n != changed else {"text": "abcabc"} for n, row in enumerate(texts)]
+        resumed = make("pretrain", tmp_path, rows=Dataset.from_list(rows).to_iterable_dataset(), **run)
+        resumed.train(resume_from_checkpoint=True)
+        return weights(resumed.lm)
+
+    with pytest.raises(DataError, match=r"train_dataset: the first 80 rows of the stream are not those that the run read"):
+        resume(70)
+    assert equal(resume(None), weights(straight.lm))
+    assert not equal(resume(90), weights(straight.lm))
+
+
 def batches_of(trainer):
     """The sample ids of each training batch."""
     seen = []

@@ -22,7 +22,7 @@ HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 def little_time():
     """Short time limits, for hacks that hang."""
     require_sandbox()
-    pool = Pool(limits=Limits(seconds=5.0, wall_seconds=15.0))
+    pool = Pool(limits=Limits(seconds=5.0, idle_seconds=1.0, wall_seconds=15.0))
     original, program.shared_pool = program.shared_pool, lambda: pool
     yield
     program.shared_pool = original

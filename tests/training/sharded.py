@@ -29,6 +29,8 @@ from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
+FASTER = {"learning_rate": 5e-3, "weight_decay": 0.1}
+"""Settings that act from where a run is resumed with them."""
 
 
 BLOCKS = [{"prompt": one, "chosen": two, "rejected": three} for one, two, three in ("abc", "bcd", "cde", "def", "efg", "fgh")]
@@ -253,6 +255,10 @@ def main(verb: str, mode: str, folder: Path) -> None:
     resumed = trainer(verb, folder, **shares)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     resumed.save_model(str(folder / "resumed"))
+    if verb == "sft":
+        faster = trainer(verb, folder, **shares, **FASTER)
+        faster.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+        faster.save_model(str(folder / "faster"))
     write(folder, report)
 
 

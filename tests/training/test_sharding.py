@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY, run_all
-from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
+from tests.training.sharded import BLOCKS, CONVERSIONS, FASTER, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
 from tests.training.tiny_runs import PAIRS, PREFERENCES, make, tiny, weights
 from unmask.models.load import load
 
@@ -63,8 +63,14 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
         if "evaluation" in seen:
             metrics = alone.evaluate()
             assert seen["evaluation"] == pytest.approx({name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5)
-    for name in ("model", "resumed"):
-        torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
+    expected = dict.fromkeys(("model", "resumed"), weights(alone.lm))
+    if verb == "sft":
+        faster = make(verb, tmp_path / "alone", tiny(), rows, **RUN | FASTER, **more)
+        faster.train(resume_from_checkpoint=str(tmp_path / "alone" / "checkpoint-2"))
+        expected["faster"] = weights(faster.lm)
+        assert max((ends - expected["model"][name]).abs().max() for name, ends in expected["faster"].items()) > 1e-3
+    for name, ends in expected.items():
+        torch.testing.assert_close(weights(load(folder / name)), ends, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

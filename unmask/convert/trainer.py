@@ -43,7 +43,7 @@ from unmask.training.durable.checkpoint_files import fault
 from unmask.training.hardware_checks import is_split
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
-from unmask.training.resume.record import RunRecord, read_record
+from unmask.training.resume.record import RunRecord, expect_visited, read_record
 from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
@@ -279,6 +279,7 @@ class ConvertTrainer:
         number = stage_of(checkpoint)
         self.resumed_step = [0, *self.ends][min(number, len(self.ends)) - 1] + (steps_done(checkpoint) or 0)
         self.changed = self.run_record.resume(checkpoint, self.resumed_step)
+        expect_visited(self.train_rows, checkpoint)
         return checkpoint
 
     def planned_steps(self, args: ConvertConfig) -> int:

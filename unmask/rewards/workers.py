@@ -6,6 +6,7 @@ They are new interpreters, not forks: they inherit no CUDA context and no locks,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib
 import inspect
@@ -17,7 +18,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -27,7 +30,7 @@ from typing import Any
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.answers import describe_error, only_this_process
 from unmask.rewards.timeouts import LateError, awaited
-from unmask.sandbox.launch import POLL_SECONDS, processor_seconds
+from unmask.sandbox.launch import POLL_SECONDS, usage_of
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
@@ -50,8 +53,32 @@ class WorkerTimeoutError(WorkerCallError, LateError):
     """A call exceeded its time limit, and its worker was killed."""
 
 
+class CurrentFolder(MetaPathFinder):
+    """Finds one module, or package, in the current folder, and nothing that lies beside it."""
+
+    def __init__(self, module: str):
+        self.module = module.partition(".")[0]
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [os.getcwd()]) if name == self.module else None
+
+
+@contextlib.contextmanager
+def current_folder_last(module: str) -> Iterator[None]:
+    """Inside, this module is also looked for in the current folder, after all others."""
+    finder = CurrentFolder(module)
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
 def load_function(target: str) -> Callable[..., Any]:
-    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported."""
+    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported.
+
+    A module that is found nowhere else may be in the current folder.
+    """
     source, _, name = target.rpartition(":")
     try:
         if source.endswith(".py"):
@@ -60,7 +87,8 @@ def load_function(target: str) -> Callable[..., Any]:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(source)
+            with current_folder_last(source):
+                module = importlib.import_module(source)
         function = getattr(module, name)
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}, not a function")
@@ -73,7 +101,8 @@ def load_function(target: str) -> Callable[..., Any]:
 class Worker:
     """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
 
-    It imports from the folders that this process imports from, not from the current folder, which may hold data from elsewhere.
+    It imports from the folders that this process imports from. Of the current folder, which may hold data from elsewhere, it imports the
+    module of the function only.
 
     Args:
         target: the function: `package.module:function` or `path/to/file.py:function`.
@@ -153,9 +182,9 @@ class Worker:
         if cpu_seconds == math.inf:
             return pipe.poll(timeout)
         assert self._process is not None
-        end, cpu_end = time.monotonic() + timeout, processor_seconds(self._process.pid) + cpu_seconds
+        end, cpu_end = time.monotonic() + timeout, usage_of(self._process.pid).computed + cpu_seconds
         while not (ready := pipe.poll(POLL_SECONDS)):
-            if time.monotonic() > end or processor_seconds(self._process.pid) > cpu_end:
+            if time.monotonic() > end or usage_of(self._process.pid).computed > cpu_end:
                 break
         return ready
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from unmask.rewards.workers import current_folder_last
 from unmask.training.resume.fingerprints import content_hash
 
 
@@ -26,7 +27,8 @@ def _of_name(name: str) -> dict[str, Any]:
     target, colon, function = name.rpartition(":")
     if not colon or name.startswith("model:"):
         return {"name": name}
-    found = None if target.endswith(".py") else importlib.util.find_spec(target)
+    with current_folder_last(target):
+        found = None if target.endswith(".py") else importlib.util.find_spec(target)
     origin = target if found is None else found.origin
     return {"name": function} | (content_hash(Path(origin).read_text(encoding="utf-8")) if origin else {})
 

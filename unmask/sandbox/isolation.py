@@ -48,8 +48,10 @@ class Limits:
 
     seconds: float = 10.0
     """Processor time of the program and its tests, with all their processes, from when they get their job."""
+    idle_seconds: float = 10.0
+    """Time in which all of them sleep. Waiting for a processor or the disk is not counted."""
     wall_seconds: float = 60.0
-    """Time in all: for programs that wait, and for hosts under load."""
+    """Time in all, for hosts under load."""
     cpu_seconds: int = 20
     """Processor time of each process, in case it escapes the count of `seconds`."""
     memory: int = 512 << 20

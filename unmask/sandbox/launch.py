@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,9 @@ class Member:
         frame, self._received = self._received[4:end], self._received[end:]
         return frame
 
-    def cpu_seconds(self) -> float:
-        """The processor time of all processes in the sandbox until now."""
-        return processor_seconds(self.ancestor)
+    def usage(self) -> Usage:
+        """What all processes in the sandbox have used until now."""
+        return usage_of(self.ancestor)
 
     def kill(self) -> None:
         """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not die."""
@@ -131,16 +132,41 @@ class Member:
             raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it")
 
 
-def processor_seconds(pid: int) -> float:
-    """The processor time of a process and its descendants, with that of the ended ones that were waited for."""
-    seconds = 0.0
+@dataclass(frozen=True)
+class Usage:
+    """What processes have used.
+
+    Attributes:
+        computed: seconds of processor time, with that of ended processes that were waited for.
+        busy: seconds that the living threads computed, or waited for a processor.
+        idle: whether all threads sleep: none computes, or waits for a processor or the disk.
+    """
+
+    computed: float = 0.0
+    busy: float = 0.0
+    idle: bool = True
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.computed + other.computed, self.busy + other.busy, self.idle and other.idle)
+
+
+def usage_of(pid: int) -> Usage:
+    """What a process and its descendants have used."""
+    process, total = Path(f"/proc/{pid}"), Usage()
     with contextlib.suppress(OSError):  # it has ended since
-        process = Path(f"/proc/{pid}")
-        times = (process / "stat").read_text().rpartition(")")[2].split()[11:15]
-        seconds = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
-        for children in process.glob("task/*/children"):
-            seconds += sum(processor_seconds(int(child)) for child in children.read_text().split())
-    return seconds
+        total += Usage(computed=sum(map(int, _stat(process)[11:15])) / os.sysconf("SC_CLK_TCK"))
+        for thread in (process / "task").iterdir():
+            with contextlib.suppress(OSError):  # as above
+                for child in (thread / "children").read_text().split():
+                    total += usage_of(int(child))
+                total += Usage(idle=_stat(thread)[0] not in "RD")
+                total += Usage(busy=sum(map(int, (thread / "schedstat").read_text().split()[:2])) / 1e9)
+    return total
+
+
+def _stat(process: Path) -> list[str]:
+    """The fields of /proc/PID/stat, from the state."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:
@@ -174,19 +200,24 @@ class Cell:
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        start, cpu_start = time.monotonic(), self._cpu_seconds()
+        limits, idle = self.limits, 0.0
+        start = now = time.monotonic()
+        first = usage = self._usage()
         self.tester.send(payload)
         self.candidate.send(program)
         while (frame := self.tester.receive(POLL_SECONDS)) is None:
-            now = time.monotonic()
+            earlier, before = now, usage
+            now, usage = time.monotonic(), self._usage()
             if now > deadline:
                 raise SandboxError(BATCH_OVER, where="sandbox", remedy="Give the batch more time")
-            if now > start + self.limits.wall_seconds or self._cpu_seconds() > cpu_start + self.limits.seconds:
+            if usage.idle:
+                idle += max(0.0, now - earlier - max(0.0, usage.busy - before.busy))
+            if usage.computed - first.computed > limits.seconds or idle > limits.idle_seconds or now - start > limits.wall_seconds:
                 return None
         return json.loads(frame or b"{}")
 
-    def _cpu_seconds(self) -> float:
-        return self.candidate.cpu_seconds() + self.tester.cpu_seconds()
+    def _usage(self) -> Usage:
+        return self.candidate.usage() + self.tester.usage()
 
     def kill(self) -> None:
         self.candidate.kill()

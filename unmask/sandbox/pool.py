@@ -111,8 +111,8 @@ def python_job(program: str, tests: PythonTests) -> Job:
 def outcome_of(results: dict[str, Any] | None, limits: Limits) -> Outcome:
     """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
     if results is None:
-        what = f"not done within {limits.seconds:g} seconds of processor time, or {limits.wall_seconds:g} in all"
-        return Outcome("timeout", detail=what)
+        parts = f"{limits.seconds:g} s of processor time, {limits.idle_seconds:g} s of sleep, {limits.wall_seconds:g} s in all"
+        return Outcome("timeout", detail=f"not done within {parts}")
     if "broken" in results:
         return Outcome("infrastructure", detail=f"the tests are broken: {results['broken']}")
     if "refused" in results:

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.config.run import LOCK_FILE
@@ -136,11 +136,6 @@ def check_parts(checkpoint: Path) -> None:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None: nothing."""
     return f"{TRAINER_STATE_NAME} is missing or incomplete" if steps_done(checkpoint) is None else fault(checkpoint)
-
-
-def drop_pickled_settings(folder: str | Path) -> None:
-    """Remove the pickle of all settings, tokens included, that transformers writes beside a model and nothing reads."""
-    Path(folder, TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -40,7 +40,7 @@ from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
 from unmask.rl.rollout import make_rollout
-from unmask.sandbox.launch import processor_seconds
+from unmask.sandbox.launch import usage_of
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]
@@ -348,9 +348,9 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
         backend.sync(changed(lm), 0)
         expected = LocalBackend(changed(lm)).generate(prompts, config, keys)
         with ThreadPoolExecutor(1) as pool:
-            idle = processor_seconds(serve.process.pid)
+            idle = usage_of(serve.process.pid).computed
             running = pool.submit(backend.generate, prompts, config, keys)
-            while processor_seconds(serve.process.pid) < idle + 0.1:
+            while usage_of(serve.process.pid).computed < idle + 0.1:
                 assert not running.done()
             serve.end(signal.SIGKILL)
             serve = Serve(tmp_path / "model", port)

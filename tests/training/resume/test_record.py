@@ -85,12 +85,14 @@ def test_other_rewards_are_refused(tmp_path):
         resume("grpo", tmp_path, reward=share_of_a)
 
 
-def test_rewards_are_told_apart_by_their_source(tmp_path):
+def test_rewards_are_told_apart_by_their_source(tmp_path, monkeypatch):
     path = tmp_path / "mine.py"
     path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")
     one = reward_identities(f"{path}:f")
     path.write_text("def f(completions, **_):\n    return [2.0 for _ in completions]\n")
     assert one[0]["name"] == "f" and reward_identities([f"{path}:f"]) != one
+    monkeypatch.chdir(tmp_path)
+    assert reward_identities("mine:f") == reward_identities(f"{path}:f")
     assert reward_identities("https://user:secret@host:80/a?token=b") == [{"name": "host:80/a"}]
     assert reward_identities(["sudoku/partial", "model:some/thing"]) == [{"name": "sudoku/partial"}, {"name": "model:some/thing"}]
     assert reward_identities(ranks) == reward_identities([ranks]) != reward_identities(share_of_a)

@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from unmask.artifacts import share
+from unmask.data.token_cache import StreamedRows
 from unmask.errors import TrainingError
 from unmask.models.adapters import has_adapters, merged, without_tables
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
-from unmask.training.checkpoints import checkpoints, drop_pickled_settings
+from unmask.training.checkpoints import checkpoints
+from unmask.training.config import rows_per_step
 from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
+
+
+@contextlib.contextmanager
+def without_pickled_settings() -> Iterator[None]:
+    """Let transformers write its pickle of all settings, tokens included, to nowhere: it would also be uploaded, and nothing reads it."""
+    name = transformers.trainer.TRAINING_ARGS_NAME
+    transformers.trainer.TRAINING_ARGS_NAME = os.devnull
+    try:
+        yield
+    finally:
+        transformers.trainer.TRAINING_ARGS_NAME = name
 
 
 class Saver:
@@ -30,8 +45,8 @@ class Saver:
 
     @contextlib.contextmanager
     def whole_checkpoint(self, folder: Path) -> Iterator[None]:
-        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with a list of them. Raises
-        TrainingError if it cannot be written; earlier checkpoints are intact then."""
+        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with a list of them, and is then
+        uploaded if that is set. Raises TrainingError if it cannot be written; earlier checkpoints are intact then."""
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
@@ -40,11 +55,15 @@ class Saver:
             if args.should_save:
                 check_free_space(folder, bytes_of(earlier[0]) if earlier else self._expected_bytes(), remedy)
             with written_whole(checkpoint, writes=args.should_save, listed=True) as self.unfinished:
+                uploads, args.push_to_hub = args.push_to_hub, False  # not before it is in its place
                 try:
                     yield
                     self._name_best(self.unfinished, checkpoint)
                 finally:
-                    self.unfinished = None
+                    self.unfinished, args.push_to_hub = None, uploads
+            if uploads:
+                with without_pickled_settings():
+                    self.trainer._push_from_checkpoint(str(checkpoint))
             if args.should_save:
                 best = state.best_model_checkpoint
                 rotate_checkpoints(str(folder), save_total_limit=args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
@@ -72,6 +91,11 @@ class Saver:
         if (found := fault(best)) is not None:
             raise TrainingError(found, where=str(best), remedy="Use the last checkpoint (load_best_model_at_end=false)")
 
+    def _visited(self) -> dict[str, int] | None:
+        """What the run has read of a stream."""
+        rows, steps = self.trainer.train_dataset, self.trainer.state.global_step
+        return rows.visited(steps * rows_per_step(self.trainer.args)) if isinstance(rows, StreamedRows) else None
+
     def save_merged(self, folder: str | Path) -> None:
         """Save the whole model with its adapters merged."""
         accept_generation_config(self.trainer.lm.model.generation_config)
@@ -83,9 +107,9 @@ class Saver:
         """Inside, the whole model is written."""
         lm = self.trainer.lm
         accept_generation_config(lm.model.generation_config)
-        yield
+        with without_pickled_settings():
+            yield
         if self.trainer.args.should_save:
-            drop_pickled_settings(folder)
             share(folder)
             write_card(lm, folder)
 
@@ -97,9 +121,8 @@ class Saver:
         sums = self.trainer.means.state_everywhere()
         if writes:
             write_sums(folder, sums)
-            self.trainer.run_record.write(folder, self.trainer.reported_settings())
+            self.trainer.run_record.write(folder, self.trainer.reported_settings(), self._visited())
             lm.config.save_pretrained(str(folder))  # it holds the history, which is not saved with adapters
         without_tables(lm)
-        yield
-        if writes:
-            drop_pickled_settings(folder)
+        with without_pickled_settings():
+            yield

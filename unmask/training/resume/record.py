@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from unmask.artifacts import plain, write_atomic
 from unmask.config.base import OnResume
 from unmask.console import show_line
+from unmask.data.token_cache import StreamedRows
 from unmask.errors import ConfigError
 from unmask.redaction import masked
 
@@ -92,9 +93,9 @@ class RunRecord:
             line = f"resumed after step {step}: {self.named(name)} was {_shown(old)}, now {_shown(self.values[name])}"
             show_line(f"{line}: {self.kind(name, changed)}")
 
-    def write(self, folder: Path, reported: Mapping[str, Any]) -> None:
-        """Save it in a checkpoint. `reported`: the settings that the model card shows."""
-        content = {"settings": self.values, "changes": self.changes, "reported": plain(reported)}
+    def write(self, folder: Path, reported: Mapping[str, Any], visited: Mapping[str, int] | None = None) -> None:
+        """Save it in a checkpoint. `reported`: the settings that the model card shows. `visited`: see `StreamedRows`."""
+        content = {"settings": self.values, "changes": self.changes, "reported": plain(reported), "visited": visited}
         write_atomic(folder / RECORD_FILE, json.dumps(content, indent=2) + "\n")
 
     def _refuse(self, changed: Mapping[str, Any], checkpoint: Path) -> None:
@@ -115,6 +116,12 @@ def read_record(checkpoint: Path) -> dict[str, Any] | None:
     """The record in a checkpoint; None for a checkpoint of an earlier version."""
     path = checkpoint / RECORD_FILE
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def expect_visited(rows: Any, checkpoint: Path) -> None:
+    """Let a stream compare the rows that the run of a checkpoint has read, when it reads them again."""
+    if isinstance(rows, StreamedRows):
+        rows.expected = (read_record(checkpoint) or {}).get("visited")
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from unmask.training.distributed import from_first
 from unmask.training.model_history import result_fields
 from unmask.training.resume.fingerprints import rows_fingerprint
 from unmask.training.resume.optimizer import OF_GROUPS, apply_to_groups, apply_to_schedule, hyperparameters
-from unmask.training.resume.record import SECTION, RunRecord
+from unmask.training.resume.record import SECTION, RunRecord, expect_visited
 from unmask.training.run_log import read_sums
 
 OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"}
@@ -68,6 +68,7 @@ class Resumption:
             what, remedy = f"is {steps}, but {checkpoint} is after {step} steps", "Give more, or resume an earlier checkpoint"
             raise ConfigError(what, where=self.record.named(f"{SECTION}max_steps"), remedy=remedy)
         self.changed = self.record.resume(checkpoint, step)
+        expect_visited(self.trainer.train_dataset, checkpoint)
 
     def show_changes(self) -> None:
         """Print what was changed."""
