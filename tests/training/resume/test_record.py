@@ -10,6 +10,7 @@ from typing import Any
 
 import peft
 import pytest
+import torch
 
 from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
@@ -158,7 +159,9 @@ def test_fingerprints_of_rows_and_files(tmp_path):
     others = [[row], [row, {**row, "text": "b"}], [row, {**row, "input_ids": [1, 2, 3]}], [{**row, "input_ids": [12]}, row]]
     assert len({rows_fingerprint(rows)["sha256"] for rows in [[row, row], *others]}) == 5
     assert rows_fingerprint(None) is None and rows_fingerprint(iter([row]))["rows"] is None
-    assert rows_fingerprint([SimpleNamespace(a=1)])["rows"] == 1 and rows_fingerprint([object()]) == rows_fingerprint([object()])
+    assert rows_fingerprint([{"ids": torch.tensor([1, 2]), "of": {"b", "a"}}]) == rows_fingerprint([{"ids": [1, 2], "of": ["a", "b"]}])
+    keyed = [rows_fingerprint([{"of": of}]) for of in ({(1, 2): 3, "a": 4}, {"a": 4, (1, 2): 3}, {})]
+    assert keyed[0] == keyed[1] != keyed[2]
     (tmp_path / "a.txt").write_text("x" * 10**6)
     before = file_fingerprints([str(tmp_path), "owner/dataset"])
     (tmp_path / "a.txt").write_text("x" * 999_999 + "y")
