@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers import require_ocaml
-from tests.sandbox.ocaml_attacks import REPLIES, UNSAFE_BLIT, takeover
+from tests.sandbox.ocaml_attacks import BLIT_PIPES, REPLIES, takeover, without_refusals
 from unmask.sandbox import ocaml
 from unmask.sandbox.isolation import INSIDE
 from unmask.sandbox.ocaml import OCamlTests, ocaml_job
@@ -66,6 +66,11 @@ def test_words_in_comments_and_strings_are_no_names(pool):
     assert outcome_of(pool, program).status == "ok"
 
 
+def test_underscores_are_refused_in_names_of_modules_only(pool):
+    assert outcome_of(pool, "let __two__times x = 2 * x\nlet twice x = __two__times x").status == "ok"
+    assert outcome_of(pool, "let twice x = Stdlib__Int.mul 2 x").status == "malformed"
+
+
 def test_a_program_is_compiled_once(pool, monkeypatch):
     assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)
@@ -99,26 +104,12 @@ def test_what_is_unsafe_is_not_there_even_where_words_are_not_looked_at(pool, mo
     assert outcome.status == "malformed" and "Error" in outcome.detail
 
 
-def without_refusals(monkeypatch):
-    """Candidates may use Obj, Unix and Sys: what they do to their own process is bounded by nothing."""
-    given = ocaml.Toolchain.build_candidate
-
-    def build(tools, module):
-        commands = given(tools, module)
-        assert commands[2][0].endswith("/vet")
-        start = commands[3].index("-nostdlib")
-        unrestricted = [*commands[3][:start], *commands[3][start + 3 :]]
-        return [*commands[:2], ["/bin/true"], unrestricted, *commands[4:]]
-
-    monkeypatch.setattr(ocaml.Toolchain, "build_candidate", build)
-
-
 FEW = ("the number 2", "a list of sixteen million", "the report to every descriptor", "signals to all processes", "the exception Failure")
 
 
 def check_reply(pool, monkeypatch, name):
     without_refusals(monkeypatch)
-    outcome = outcome_of(pool, f"{takeover(REPLIES[name])}\n{RIGHT}")
+    outcome = outcome_of(pool, takeover(REPLIES[name], INTERFACE))
     assert outcome.status in {"wrong", "timeout"} and outcome.passed <= 1, outcome
 
 
@@ -133,8 +124,12 @@ def test_a_candidate_of_any_power_passes_only_what_it_answers_at_length(pool, mo
     check_reply(pool, monkeypatch, name)
 
 
-def test_writing_outside_its_memory_gives_no_verdict(pool):
-    assert outcome_of(pool, f"{UNSAFE_BLIT}let twice _ = 0").status in {"wrong", "malformed"}
+def test_the_takeovers_take_over(pool, monkeypatch):
+    """One that computes what it is asked passes, with Obj or by a hole of Base: that the others do not is not for want of power."""
+    honest = 'put ("R" ^ int (2 * Int64.to_int (String.get_int64_le (arguments asked) 0)))'
+    assert outcome_of(pool, takeover(honest, INTERFACE, BLIT_PIPES)).status == "ok"
+    without_refusals(monkeypatch)
+    assert outcome_of(pool, takeover(honest, INTERFACE)).status == "ok"
 
 
 def test_the_candidate_holds_no_test(pool, monkeypatch):
@@ -206,6 +201,63 @@ let () = Gate.check (fun () -> match fail "why" with _ -> false | exception Fail
 def test_values_of_every_type_pass_between_the_processes(pool):
     outcome = outcome_of(pool, TYPED, USES, TYPES)
     assert (outcome.status, outcome.passed, outcome.total) == ("ok", 11, 11), outcome
+
+
+PLAIN_TYPES = """
+type t
+val make : int -> t
+val size : t -> int
+val number : int -> float
+val numbers : int -> int list
+val texts : int -> string array
+val pick : 'a list -> 'a
+val change : (int -> int) -> int array
+"""
+PLAIN = """
+type t = int
+let make n = n
+let size n = n
+let number _ = 0.5
+let numbers _ = [ 1; 2 ]
+let texts _ = [| "a"; "b" |]
+let pick = List.hd
+let change f = [| f 1; f 2 |]
+"""
+PLAIN_USES = """
+open Double
+let () = Gate.check (fun () -> size (make 3) = 3)
+let () = Gate.check (fun () -> number 1 = 0.5)
+let () = Gate.check (fun () -> numbers 1 = [ 1; 2 ])
+let () = Gate.check (fun () -> texts 1 = [| "a"; "b" |])
+let () = Gate.check (fun () -> pick [ 0.5; nan ] = 0.5)
+let () = Gate.check (fun () -> change succ = [| 2; 3 |])
+"""
+ODD_VALUES = {
+    "not a number": "let number _ = nan",
+    "an infinite number": "let number _ = infinity",
+    "a list that is its own rest": "let numbers _ = let rec all = 1 :: all in all",
+    "a list that begins as it should, and is its own rest": "let numbers _ = let rec all = 1 :: 2 :: all in all",
+    "a list beyond a frame": "let numbers _ = List.init 3_000_000 succ",
+    "a text beyond a frame": "let texts _ = [| String.make (1 lsl 25) 'a' |]",
+    "an array beyond memory": "let texts _ = Array.make (1 lsl 40) (String.make 10 'a')",
+    "an array that changes": 'let kept = [| "a"; "c" |]\nlet texts _ = ignore (Lazy.from_fun (fun () -> kept.(1) <- "b")); kept',
+    "a value that is not the first": "let pick items = List.nth items 1",
+    "what a function does not give": "let change f = ignore (f 1 + f 2); [| 2; 2 |]",
+    "an exception of its own": "exception Same\nlet size _ = raise Same",
+    "an exception with the right text": 'let size _ = failwith "3"',
+    "an object that compares as equal": "let size _ = (object method compare _ = 0 end)#compare 3",
+    "a lazy value that needs itself": "let size _ = let rec value = lazy (1 + Lazy.force value) in Lazy.force value",
+    "a recursion without end": "let rec size value = 1 + size value",
+}
+
+
+@pytest.mark.slow
+def test_no_value_of_a_type_passes_for_another_one(pool):
+    programs = {"plain": PLAIN} | {name: f"{PLAIN}{odd}\n" for name, odd in ODD_VALUES.items()}
+    found = pool.run([ocaml_job(program, OCamlTests("double.ml", PLAIN_TYPES, PLAIN_USES)) for program in programs.values()])
+    statuses = {name: outcome.status for name, outcome in zip(programs, found, strict=True)}
+    assert statuses.pop("plain") == "ok"
+    assert not {name: status for name, status in statuses.items() if status not in {"wrong", "timeout"}}
 
 
 def test_a_candidate_cannot_invent_a_value_of_a_type_that_it_does_not_know(pool, monkeypatch):

@@ -21,7 +21,8 @@ let rec contains text part from =
   && (String.sub text from (String.length part) = part || contains text part (from + 1))
 
 let check lexbuf name =
-  let internal = List.exists (fun part -> contains name part 0) [ "__"; "Camlinternal"; "unsafe" ] in
+  let is_value = name.[0] = '_' || (name.[0] >= 'a' && name.[0] <= 'z') in
+  let internal = List.exists (fun part -> contains name part 0) (if is_value then [ "unsafe" ] else [ "__"; "Camlinternal"; "unsafe" ]) in
   if internal || List.mem name modules || List.mem name values then refuse lexbuf name
 
 let rec vet lexbuf =
