@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -193,22 +192,18 @@ def seen(trainer: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-@cache
-def uninterrupted(verb: str, folder: Path, first: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a run with these settings shows, and its weights. Its folder stays for `interrupted`."""
-    trainer = started(verb, folder, **EXTRA[first])
-    trainer.train()
-    return seen(trainer, folder), weights(trainer.lm)
+RUNS: dict[str, tuple[Path, dict[str, Any], dict[str, torch.Tensor]]] = {}
 
 
-EXTRA: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
-"""The settings by their hashable form."""
-
-
-def key(extra: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    form = tuple((name, repr(value)) for name, value in extra.items())
-    EXTRA[form] = extra
-    return form
+def uninterrupted(verb: str, runs: Path, first: dict[str, Any]) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
+    """The folder of a run with these settings, what it shows, and its weights. It is made once."""
+    key = f"{verb} {sorted(first.items())!r}"
+    if key not in RUNS:
+        folder = runs / verb / str(len(RUNS))
+        trainer = started(verb, folder, **first)
+        trainer.train()
+        RUNS[key] = folder, seen(trainer, folder), weights(trainer.lm)
+    return RUNS[key]
 
 
 def interrupted(run: Path, folder: Path) -> None:
@@ -229,8 +224,7 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
     config = CONFIGS[verb]
     each = next(field for field in dataclasses.fields(config) if field.name == name)
     first = FIRST_OF.get((verb, name), FIRST.get(name, {}))
-    run = runs / verb / str(abs(hash(key(first))))
-    old, straight = uninterrupted(verb, run, key(first))
+    run, old, straight = uninterrupted(verb, runs, first)
     value = started(verb, run, **first).args.to_dict()[name]
     new = first | {name: another(verb, each, value)}
     kind = config.kinds_on_resume()[name]
@@ -250,7 +244,7 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
     assert f"training.{name}" in {change["setting"] for change in resumed.run_record.changes}
     now = seen(resumed, folder)
     if name not in AT_ITS_START:
-        fresh, _ = uninterrupted(verb, runs / verb / str(abs(hash(key(new)))), key(new))
+        _, fresh, _ = uninterrupted(verb, runs, new)
         assert now == fresh
     if name in IN_WEIGHTS:
         assert not equal(weights(resumed.lm), straight)
