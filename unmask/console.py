@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -25,6 +26,20 @@ PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, a
 def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the first process of a run. Only this one prints and writes what the processes share."""
     return environ.get("RANK", "0") == "0"
+
+
+def first_to_report(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether no process that torchrun started with this one on this machine has reported how the run ended. From now on one has. Without
+    torchrun each reports for itself."""
+    if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
+        return True
+    try:
+        Path(file).parents[1].joinpath("reported").touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 class Phase:

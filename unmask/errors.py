@@ -65,6 +65,10 @@ class TrainingError(UnmaskError):
     """A run that must stop or cannot start: a loss that is not finite, an output directory in use."""
 
 
+class LostProcessError(TrainingError):
+    """Another process of the run has ended: this one can only end, too. Of several that do, the first says so."""
+
+
 class RunStopped(BaseException):
     """A signal has ended a run. It is no error, and passes through code that handles errors.
 

@@ -18,8 +18,8 @@ from typer.core import TyperGroup
 from unmask import __version__
 from unmask.config.cli_options import spread_configs
 from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
-from unmask.console import for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, DataError, RunStopped, UnmaskError
+from unmask.console import first_to_report, for_stdout, is_first_process, show_table
+from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError
 from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
 
@@ -38,10 +38,12 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
+            if first_to_report() or not isinstance(error, LostProcessError):
+                typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():
+                first_to_report()
                 typer.echo(str(stopped), err=True)
             raise typer.Exit(stopped.code) from stopped
         except KeyboardInterrupt as error:

@@ -133,9 +133,12 @@ def train(
 def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     in_place = resumes_in_place(settings.output_dir, resume)
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
-    from unmask.commands.run import run_verb
+    from unmask.training.durable.lost_process import ending_with_others
 
-    run_verb(verb, settings, resume)
+    with ending_with_others(Path(settings.output_dir)):
+        from unmask.commands.run import run_verb
+
+        run_verb(verb, settings, resume)
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

@@ -87,8 +87,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
         RunStopped: a signal has stopped the run.
     """
-    in_place = resumes_in_place(config.output_dir, resume)
-    with StopOnSignal(Path(config.output_dir), resumes=in_place) as stop, naming_lost_process():
+    output = Path(config.output_dir)
+    with naming_lost_process(output), StopOnSignal(output, resumes=resumes_in_place(output, resume)) as stop:
         _run(verb, config, resume, stop)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from unmask.artifacts import MetricsLog
 from unmask.commands.run_folder import MANIFEST
 from unmask.errors import DataError, first_line
-from unmask.training.durable.stopping import resume_command
+from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
 

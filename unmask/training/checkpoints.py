@@ -23,7 +23,8 @@ from unmask.errors import TrainingError
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.run_log import LOG_NAME
 
-OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE)
+OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
+"""What a run has left in a folder. dpo stores the reference's scores before all else."""
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
 
@@ -43,7 +44,7 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
 
 def refuse_nothing(folder: Path) -> None:
     """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
-    if not any((folder / name).exists() for name in OF_A_RUN) and not checkpoints(folder) and not any(folder.glob("stage-*")):
+    if not any(any(folder.glob(pattern)) for pattern in OF_A_RUN):
         remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
         raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
 

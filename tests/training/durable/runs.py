@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+MODEL = "model/model.safetensors"
 COMMON = [
     "training.per_device_train_batch_size=4",
     "training.logging_steps=1",
@@ -17,9 +18,13 @@ COMMON = [
 
 def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
     """A run of six steps without regular checkpoints."""
-    data = ["--task", "sudoku"] if verb in ("sft", "grpo") else []
+    data = ["--task", "sudoku"] if verb in ("sft", "dpo", "grpo") else []
     own = {
-        "grpo": ["training.num_generations=4", "training.max_completion_length=17", "training.num_iterations=2", "training.steps=2"],
+        "grpo": [
+            *("training.num_generations=4", "training.max_completion_length=17", "training.num_iterations=2", "training.steps=2"),
+            'rewards=["tests.training.tiny_runs:ranks"]',  # which differ: a model that is not trained solves no puzzle
+        ],
+        "dpo": ["model.attention=bidirectional", "training.samples=2"],
         "convert": ["training.attention=bidirectional"],
     }
     settings = [*COMMON, "training.max_steps=6", *own.get(verb, []), *more]
@@ -29,3 +34,9 @@ def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
 def logged(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
     return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))} for line in lines]
+
+
+def ends(folder: Path) -> list[Any]:
+    """What two runs have in common if none of their steps differs: the bytes of the weights, the log, the completions, the evaluation."""
+    texts = [path.read_text() for name in ("completions.jsonl", "evaluation.json") if (path := folder / name).exists()]
+    return [(folder / MODEL).read_bytes(), logged(folder), *texts]

@@ -15,12 +15,13 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.helpers import REPOSITORY
-from tests.training.durable.runs import command, logged
+from tests.training.durable.runs import command, ends, logged
 from tests.training.tiny_runs import equal, unmask
 from unmask import commands
 from unmask.convert.trainer import StageTrainer
+from unmask.preference.reference_log_probs import ReferenceTable
 from unmask.rl.trainer import GRPOTrainer
-from unmask.training.durable.stopping import resume_command
+from unmask.training.durable.lost_process import resume_command
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -110,6 +111,23 @@ def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_pat
     monkeypatch.setattr(commands.run, "held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     stopped = unmask(*run, "--overwrite")
     assert stopped.exit_code == 128 + signal.SIGTERM and "There is no checkpoint yet" in stopped.output
+
+
+def test_a_run_that_a_signal_ends_amid_the_references_scores_is_resumed(model, tmp_path, monkeypatch):
+    write = ReferenceTable.write
+
+    def stopped_after(table: ReferenceTable, *arguments: Any) -> None:
+        write(table, *arguments)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReferenceTable, "write", stopped_after)
+        assert unmask(*command("dpo", model, tmp_path / "run")).exit_code == 128 + signal.SIGTERM
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["train_reference_scores.safetensors"]
+    for run, more in (("run", ["--resume"]), ("straight", [])):
+        ended = unmask(*command("dpo", model, tmp_path / run), *more)
+        assert ended.exit_code == 0, ended.output
+    assert ends(tmp_path / "run") == ends(tmp_path / "straight")
 
 
 def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):

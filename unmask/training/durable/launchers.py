@@ -7,10 +7,12 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.errors import ConfigError, first_line
+from unmask.training.durable.lost_process import lost_process
 
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The variables in which launchers (torchrun, MPI, srun) say how many processes they started."""
@@ -36,12 +38,12 @@ def check_processes(training_together: int, environ: Mapping[str, str] = os.envi
 
 
 @contextmanager
-def naming_lost_process() -> Iterator[None]:
-    """Inside, a lost connection to another process of the run is raised as a TrainingError."""
+def naming_lost_process(output: Path) -> Iterator[None]:
+    """Inside, a lost connection to another process of the run is raised as LostProcessError. `output`: the folder of the run."""
     try:
         yield
     except RuntimeError as error:
         if not isinstance(error, torch.distributed.DistError) and "gloo" not in str(error):
             raise
-        what = f"lost the connection to another process of this run ({first_line(error)})"
-        raise TrainingError(what, where="launcher", remedy="See its error; --resume continues from the last checkpoint") from error
+        what = f"lost the connection to another process of this run ({first_line(error).split('. ')[0]})"  # gloo adds advice
+        raise lost_process(output, what) from error

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,8 +16,8 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from unmask.errors import RunStopped
-from unmask.redaction import masked_argument
 from unmask.training.checkpoints import checkpoints
+from unmask.training.durable.lost_process import another_has_ended, lost_process, resume_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
@@ -69,6 +67,8 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if received is signal.SIGTERM and another_has_ended():  # the launcher ends the others: nothing can be saved without it
+            raise lost_process(self.output)
         forwarded = "LOCAL_RANK" in os.environ and time.monotonic() - self._since < FORWARDED_SECONDS
         if not self._training or (self._received is not None and received is signal.SIGINT and not forwarded):
             self._received = received
@@ -115,24 +115,3 @@ class StopOnSignal(TrainerCallback):
         go_on = f"Resume{launched} with: {resume_command(sys.orig_argv)}" if saved else "There is no checkpoint yet"
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
         return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)
-
-
-def resume_command(argv: Sequence[str], processes: int = 1) -> str:
-    """The command line that continues a run, without secrets.
-
-    Args:
-        argv: the words that started it, with those of the interpreter.
-        processes: how many train together.
-    """
-    start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
-    program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
-    kept: list[str] = []
-    arguments = list(argv[start + 1 :])
-    while arguments:
-        argument = arguments.pop(0)
-        if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
-            arguments.pop(0)
-        elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
-            kept.append(masked_argument(argument))
-    launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
-    return f"{launched} {shlex.join([*kept, '--resume'])}"
