@@ -64,8 +64,7 @@ def as_earlier_version(checkpoint: pathlib.Path) -> None:
     """Make a checkpoint as versions did that neither recorded a run's settings nor listed the files."""
     for name in ("run.json", "checkpoint_files.json"):
         (checkpoint / name).unlink()
-    sums = checkpoint / "recorded.json"
-    sums.write_text(json.dumps(json.loads(sums.read_text())["sums"]))
+    (checkpoint / "metric_sums.json").rename(checkpoint / "recorded.json")
 
 
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:

@@ -12,6 +12,7 @@ from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.yaml import parse_yaml
 from unmask.models.load import load
+from unmask.training import checkpoints
 
 FOUR = ["training.max_steps=4", "training.save_steps=2", "training.lr_scheduler_type=constant"]
 
@@ -58,6 +59,19 @@ def test_a_setting_that_makes_another_run_is_refused_and_nothing_is_written(opti
     name = option.partition("=")[0]
     assert_refused(unmask(*run, "--resume", option), name, f"{old}, now {new}", "Set it back", "--output")
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+
+
+@pytest.mark.parametrize(("verb", "most"), [("sft", 1), ("convert", 2)])
+def test_a_checkpoint_is_hashed_once(verb, most, model, tmp_path, monkeypatch):
+    stages = ["training.stages=[{}, {}]"] if verb == "convert" else []
+    run = [verb, "--model", model, "--task", "sudoku", *QUICK, *FOUR, *stages, "training.save_steps=1", "--output", tmp_path / "out"]
+    assert unmask(*run).exit_code == 0
+    hashed, fault = [], checkpoints.fault
+    shutil.rmtree(max((tmp_path / "out").rglob("checkpoint-*")))
+    monkeypatch.setattr(checkpoints, "fault", lambda folder: hashed.append(folder) or fault(folder))
+    resumed = unmask(*run, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert {path.name for path in hashed} == {"checkpoint-1" if verb == "convert" else "checkpoint-3"} and len(hashed) == most
 
 
 def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):

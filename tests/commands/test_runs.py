@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,8 +18,10 @@ import pytest
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
+from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
+from unmask.training.trainer import DiffusionTrainer
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -41,7 +45,7 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert manifest["inputs"]["train_dataset"]["rows"] == 16 and len(manifest["inputs"]["train_dataset"]["sha256"]) == 64
     assert set(manifest["git"]) == {"commit", "changed"}  # the tests run in a repository
 
-    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.lr_scheduler_type=constant"]
+    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.lr_scheduler_type=constant", "model.trust_remote_code=true"]
     assert unmask(*run[:-1], tmp_path / "runs/bad", *explode).exit_code == 2
     (tmp_path / "runs/other").mkdir()
     (tmp_path / "runs/other/manifest.json").write_text('{"task": "sudoku"}')
@@ -49,15 +53,47 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert (good["folder"], good["state"], good["step"], good["steps"], good["command"]) == (str(run[-1]), "finished", 2, 2, None)
     assert "loss" in good["metrics"]
     assert bad["state"] == "failed" and " is nan" in bad["error"] and bad["steps"] == 6
-    assert bad["command"] == f"unmask sft --config {tmp_path}/runs/bad/config.yaml --output {tmp_path}/runs/bad --resume"
+    assert bad["command"] == f"python -m {shlex.join(map(str, ['unmask', *run[:-1], tmp_path / 'runs/bad', *explode]))} --resume"
     shown = unmask("runs", tmp_path).output
     assert "2 runs" in shown and "finished" in shown and "failed" in shown and bad["command"] in shown
     for checkpoint in (tmp_path / "runs/bad").glob("checkpoint-*"):  # of weights that exploded
         shutil.rmtree(checkpoint)
-    assert unmask(*bad["command"].split()[1:], "training.learning_rate=1e-4").exit_code == 0
+    assert unmask(*shlex.split(bad["command"])[3:], "training.learning_rate=1e-4").exit_code == 0
     assert {run["state"] for run in listed(tmp_path)} == {"finished"}
     refused = unmask("runs", tmp_path / "nowhere")
     assert refused.exit_code == 2 and "no such folder" in refused.stderr
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
+    good = '{"step": 3, "loss": 1.0}\n'
+    logs = {"a/b/c/d/e": good, "malformed": "{\n", "without a step": '{"loss": 1.0}\n', "of other lines": f'3\n{{"step": "x"}}\n{good}'}
+    for name, log in logs.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "manifest.json").write_text('{"verb": "sft"}')
+        (tmp_path / name / "training_logs.json").write_text(log)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"malformed/training_logs.json.*not JSON"):
+        found = find_runs([tmp_path, tmp_path / "a"])
+    shown = {str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss")) for run in found}
+    assert shown == {"a/b/c/d/e": (3, 1.0), "malformed": (0, None), "of other lines": (3, 1.0), "without a step": (0, 1.0)}
+    assert len(found) == 4
+
+
+def test_a_full_disk_is_one_error_although_the_state_cannot_be_written(model, tmp_path, monkeypatch):
+    before, step = resource.getrlimit(resource.RLIMIT_FSIZE), DiffusionTrainer.training_step
+
+    def on_a_full_disk(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        return step(*arguments)
+
+    monkeypatch.setattr(DiffusionTrainer, "training_step", on_a_full_disk)
+    try:
+        failed = unmask("sft", "--model", model, "--task", "sudoku", *QUICK, "--output", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failed.exit_code == 2, failed.exception
+    assert "cannot be written (File too large)" in failed.stderr.splitlines()[-1]
+    assert listed(tmp_path)[0]["state"] == "interrupted"  # as after a kill: the last state on the disk is "running"
 
 
 @pytest.mark.slow

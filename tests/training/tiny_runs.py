@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainerCallback
@@ -150,7 +152,9 @@ SMALL = [
 
 
 def unmask(*args: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
+    words = [str(arg) for arg in args]
+    with mock.patch.object(sys, "orig_argv", ["python", "-m", "unmask", *words]):
+        return CliRunner().invoke(app, words)
 
 
 class Before(TrainerCallback):

@@ -88,22 +88,21 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         RunStopped: a signal has stopped the run.
     """
     output = Path(config.output_dir)
-    with naming_lost_process(output), StopOnSignal(output) as stop:
+    with naming_lost_process(output), StopOnSignal(output, resumes=resumes_in_place(output, resume)) as stop:
         _run(verb, config, resume, stop)
 
 
 def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -> None:
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
-    overwrite = config.overwrite and not resumes_in_place(output, resume)
-    if overwrite:
+    folder = RunFolder(verb, config, args, resume)
+    if folder.overwrite:
         args.overwriting(given=config.training)
     if isinstance(resume, str):
         check_last(Path(resume), output)
-    folder = RunFolder(verb, config, args)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with (
-        folder.held(resume),
+        folder.held(),
         naming_write_errors(output, FULL_DISK),
         display as progress,
         progress.phase(verb) as phase,
@@ -115,7 +114,7 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
             check_evaluation(trainer.lm, task, held_out, config.sampler)
         if resume:
             trainer.checkpoint_to_resume(resume)  # refuses another run
-        if args.should_save and overwrite:
+        if args.should_save and folder.overwrite:
             forget_earlier_run(output)
         folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
         if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):

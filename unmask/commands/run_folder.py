@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
-from unmask.training.checkpoints import last_of_run, refuse_nothing
+from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.resume.fingerprints import file_fingerprints
@@ -36,30 +36,36 @@ def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
 
 
 class RunFolder:
-    """The output folder of a run. Only the first process writes."""
+    """The output folder of a run. Only the first process writes.
 
-    def __init__(self, verb: str, config: RunConfig, args: TrainingConfig):
-        self.verb, self.config, self.args = verb, config, args
+    Attributes:
+        in_place: whether a run in this folder is resumed.
+        overwrite: whether an earlier run in it is removed.
+    """
+
+    def __init__(self, verb: str, config: RunConfig, args: TrainingConfig, resume: str | bool):
+        self.verb, self.config, self.args, self.resume = verb, config, args, resume
         self.path = Path(config.output_dir)
+        self.in_place = resumes_in_place(self.path, resume)
+        self.overwrite = config.overwrite and not self.in_place
         self._manifest: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def held(self, resume: str | bool) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends.
 
         Raises:
             TrainingError: another run is here, or was here since the folder was checked; or there is none to resume.
             ConfigError: the settings would make another run than the one to resume.
         """
-        if resume is True:
+        if self.resume is True:
             refuse_nothing(self.path)
         with alone_in(self.path), contextlib.ExitStack() as stack:
             stack.push(self._end)
-            in_place = resumes_in_place(self.path, resume)
-            check_output_folder(self.path, overwrite=self.config.overwrite, resume=in_place)
+            check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
-            if resume and (checkpoint := last_of_run(self.path if resume is True else Path(resume))) is not None:
-                RunRecord(self.args, {}, {}).refuse_settings(checkpoint)
+            if self.resume:
+                RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
             yield
 
     def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:
@@ -92,18 +98,12 @@ class RunFolder:
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Record that the run is not finished: the exit callback of `held`."""
-        if isinstance(error, Exception):
-            self._write_state("failed", error=" ".join(str(error).split()))
-        elif error is not None:  # Ctrl-C, or an exit
-            self._write_state("interrupted")
+        with contextlib.suppress(OSError):  # of a full disk, which may be what ended the run
+            if isinstance(error, Exception):
+                self._write_state("failed", error=" ".join(str(error).split()))
+            elif error is not None:  # a signal
+                self._write_state("interrupted")
 
     def _write_state(self, state: str, **more: str) -> None:
         if self._manifest and self.args.should_save:
             write_json(self.path / MANIFEST, self._manifest | {"state": state, **more})
-
-
-def resume_command(folder: str | Path, manifest: Mapping[str, Any]) -> Sequence[str]:
-    """The command that resumes a run."""
-    processes = manifest.get("processes", 1)
-    launch = ["torchrun", f"--nproc_per_node={processes}", "-m"] if processes > 1 else []
-    return [*launch, "unmask", manifest["verb"], "--config", str(Path(folder, "config.yaml")), "--output", str(folder), "--resume"]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog
-from unmask.commands.run_folder import MANIFEST, resume_command
-from unmask.errors import DataError
+from unmask.commands.run_folder import MANIFEST
+from unmask.errors import DataError, first_line
+from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
-
-DEPTH = 3
-"""How far below a given folder runs are looked for."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -30,16 +29,8 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         if not folder.is_dir():
             raise DataError("no such folder", where=str(folder), remedy="Give the folder of a run, or one that holds runs")
-    found = dict.fromkeys(path for folder in folders for path in _manifests(folder, DEPTH))
+    found = dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"**/{MANIFEST}")))
     return [run for path in found if (run := _describe(path)) is not None]
-
-
-def _manifests(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / MANIFEST).is_file():
-        yield folder / MANIFEST
-    for below in sorted(folder.iterdir()) if depth else ():
-        if below.is_dir() and not below.is_symlink() and not below.name.startswith((".", "checkpoint-", "stage-")):
-            yield from _manifests(below, depth - 1)
 
 
 def _describe(path: Path) -> dict[str, Any] | None:
@@ -51,20 +42,30 @@ def _describe(path: Path) -> dict[str, Any] | None:
         return None
     folder = path.parent
     state = manifest.get("state", "finished")  # earlier versions wrote it at the end
-    if state in ("running", "interrupted", "failed"):
-        state = "running" if is_running(folder) else {"running": "interrupted"}.get(state, state)
-    lines = MetricsLog(folder / LOG_NAME).read() if (folder / LOG_NAME).is_file() else []
+    if state != "finished":
+        state = "running" if is_running(folder) else "interrupted" if state == "running" else state
+    lines = _read_log(folder / LOG_NAME)
+    command = resume_command(shlex.split(manifest.get("command", verb)), manifest.get("processes", 1))
     metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
     return {
         "folder": str(folder),
         "verb": verb,
         "state": state,
-        "step": max((line["step"] for line in lines), default=0),
+        "step": max((line["step"] for line in lines if _is_number(line.get("step"))), default=0),
         "steps": manifest.get("steps"),
         "metrics": metrics,
-        **({"error": manifest["error"]} if state == "failed" else {}),
-        "command": None if state in ("finished", "running") else shlex.join(resume_command(folder, manifest)),
+        **({"error": manifest.get("error")} if state == "failed" else {}),
+        "command": None if state in ("finished", "running") else command,
     }
+
+
+def _read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log. One that cannot be read hides no other run: it is named in a warning."""
+    try:
+        return [line for line in MetricsLog(path).read() if isinstance(line, dict)] if path.is_file() else []
+    except (DataError, OSError, ValueError) as error:
+        warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", RuntimeWarning, stacklevel=3)
+        return []
 
 
 def _is_number(value: Any) -> bool:

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from functools import reduce
 from typing import Any
 
 from unmask.config.base import Config, OnResume
 
 
-def sections(cls: type[Config], prefix: str = "") -> Iterator[tuple[str, type[Config] | None, OnResume]]:
-    """The dotted name of every setting of a config and its sections, with its kind. The second item is the class of a section, which comes
-    before the settings in it, and None for a setting."""
-    for name, field in cls.model_fields.items():
-        declared = next((mark for mark in field.metadata if isinstance(mark, OnResume)), cls.on_resume)
-        section = _section(field.annotation)
-        yield prefix + name, section, declared
-        if section is not None:
-            yield from sections(section, f"{prefix}{name}.")
-
-
 def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:
-    """The kind of every setting of a config, by dotted name."""
-    return {name: kind for name, section, kind in sections(cls, prefix) if section is None}
+    """The kind of every setting of a config and its sections, by dotted name."""
+    kinds: dict[str, OnResume] = {}
+    for name, field in cls.model_fields.items():
+        if section := _section(field.annotation):
+            kinds |= kinds_of(section, f"{prefix}{name}.")
+        else:
+            kinds[prefix + name] = next((mark for mark in field.metadata if isinstance(mark, OnResume)), cls.on_resume)
+    return kinds
 
 
 def flat_values(config: Config, prefix: str = "") -> dict[str, Any]:
     """The value of every setting of a config, by dotted name; None for all settings of a section that is unset."""
-    values: dict[str, Any] = {}
-    found: dict[str, Any] = {"": config.model_dump(mode="json")}
-    for name, section, _ in sections(type(config)):
-        parent, _, key = name.rpartition(".")
-        value = (found[parent] or {}).get(key)
-        (found if section is not None else values)[name] = value
-    return {prefix + name: value for name, value in values.items()}
+    whole: Any = config.model_dump(mode="json")
+    return {prefix + name: reduce(lambda held, key: (held or {}).get(key), name.split("."), whole) for name in kinds_of(type(config))}
 
 
 def _section(annotation: Any) -> type[Config] | None:

@@ -36,7 +36,7 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import checkpoints, last_of_run, named_stage, refuse_nothing, steps_done
+from unmask.training.checkpoints import checkpoints, last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
@@ -60,7 +60,6 @@ class StageTrainer(DiffusionTrainer):
     `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the earlier stages, and of all.
     """
 
-    resumption_type = StageResumption
     streams = True
     restored: dict[str, Any] | None = None
     """The reported settings of a finished stage of an earlier run."""
@@ -78,6 +77,7 @@ class StageTrainer(DiffusionTrainer):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
+        self.resumption = StageResumption(self)
         if run_record is not None:
             self.resumption.record = run_record
         if teacher is not None:
@@ -226,6 +226,7 @@ class ConvertTrainer:
         self.trackers = RunTrackers(self.args)
         self.changed: dict[str, Any] = {}
         self.resumed_step = 0
+        self.found: dict[Any, Path | None] = {}  # as in `Resumption`
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished when resuming.
@@ -237,19 +238,19 @@ class ConvertTrainer:
         Raises:
             TrainingError: there is no such checkpoint, or a later stage was trained in the output folder already.
         """
-        resume = resume_from_checkpoint or False
-        if resume and self.checkpoint_to_resume(resume) is not None and self.args.should_save:
+        checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
+        self.found.clear()
+        if checkpoint is not None and self.args.should_save:
             self.run_record.show(self.changed, self.resumed_step)
         with alone_in(self.args.output_folder):
-            self._train(resume)
+            self._train(resume_from_checkpoint or False, checkpoint)
 
-    def _train(self, resume: str | Path | bool) -> None:
+    def _train(self, resume: str | Path | bool, checkpoint: Path | None) -> None:
         _, start = self.run_record, 1  # the record is of the weights before training
-        if not isinstance(resume, bool):
-            if Path(resume).resolve() == self.args.output_folder.resolve():
-                resume = True
-            else:
-                start, resume = self._checkpoint_to_resume(Path(resume))
+        if resume and self._is_output(resume):
+            resume = True
+        elif checkpoint is not None:
+            start, resume = self._resumed_stage(checkpoint), checkpoint
         for number, (first, last) in islice(enumerate(pairwise([0, *self.ends]), start=1), start - 1, None):
             if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
                 self._gather(self.trainer)
@@ -269,12 +270,13 @@ class ConvertTrainer:
     def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
         """As in `DiffusionTrainer`: the last checkpoint of any stage, or the named one."""
         folder = self.args.output_folder
-        if named is True or Path(named).resolve() == folder.resolve():
+        if is_output := self._is_output(named):
             refuse_nothing(folder)
-            if last_of_run(folder) is None:
-                return None
-            named = folder
-        number, checkpoint = named_stage(Path(named))
+        if named not in self.found:
+            self.found = {named: from_first(lambda: last_of_run(folder) if is_output else named_checkpoint(Path(str(named))))}
+        if (checkpoint := self.found[named]) is None:
+            return None
+        number = stage_of(checkpoint)
         self.resumed_step = [0, *self.ends][min(number, len(self.ends)) - 1] + (steps_done(checkpoint) or 0)
         self.changed = self.run_record.resume(checkpoint, self.resumed_step)
         expect_visited(self.train_rows, checkpoint)
@@ -288,12 +290,15 @@ class ConvertTrainer:
         """As in `DiffusionTrainer`."""
         return 0.0
 
-    def _checkpoint_to_resume(self, path: Path) -> tuple[int, str]:
-        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""
-        number, checkpoint = from_first(lambda: named_stage(path))
+    def _is_output(self, named: str | Path | bool) -> bool:
+        return named is True or Path(str(named)).resolve() == self.args.output_folder.resolve()
+
+    def _resumed_stage(self, checkpoint: Path) -> int:
+        """The number of the stage of a named checkpoint. Restores the history of the earlier stages."""
+        number = stage_of(checkpoint)
         if number > len(self.ends):
             what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
-            raise TrainingError(what, where=str(path), remedy="Convert with the recipe of that run")
+            raise TrainingError(what, where=str(checkpoint), remedy="Convert with the recipe of that run")
         length = self.ends[number - 1] - [0, *self.ends][number - 1]
         if (done := steps_done(checkpoint) or 0) > length:
             what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
@@ -304,7 +309,7 @@ class ConvertTrainer:
                 raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
         if (config := checkpoint / CONFIG_NAME).is_file():
             setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
-        return number, str(checkpoint)
+        return number
 
     def _stage_folder(self, number: int) -> Path:
         return self.args.output_folder / f"stage-{number}"

@@ -1,9 +1,9 @@
 """What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
-`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums in `recorded.json`,
-and settings and inputs in `run.json` (all by `Saver.save_trained`, `durable/saving.py`). transformers adds optimizer, scheduler,
-random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards) and the weights
-of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
+`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums
+(`metric_sums.json`), and settings and inputs in `run.json` (all by `Saver.trained_part`, `durable/saving.py`). transformers adds optimizer,
+scheduler, random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards) and the
+weights of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
 (`durable/checkpoint_files.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
@@ -23,7 +23,6 @@ from unmask.errors import TrainingError
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.run_log import LOG_NAME
 
-ADAPTER_CONFIG = "adapter_config.json"
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
 """What a run has left in a folder. dpo stores the reference's scores before all else."""
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
@@ -51,8 +50,11 @@ def refuse_nothing(folder: Path) -> None:
 
 
 def last_of_run(path: Path) -> Path | None:
-    """The last complete checkpoint at a path: itself, or that of a run's folder, in the last stage that has one."""
+    """The checkpoint at a path: itself, or the last whole one in the folder of a run, of the last stage that has one. None: there is none.
+    Raises TrainingError if it is itself a checkpoint that is damaged."""
     if _is_checkpoint(path):
+        if (found := _damage(path)) is not None:
+            raise TrainingError(found, where=str(path), remedy=EARLIER)
         return path
     stages = sorted(path.glob("stage-*"), key=lambda stage: (len(stage.name), stage.name), reverse=True)
     return next((found for found in map(last_checkpoint, [*stages, path]) if found is not None), None)
@@ -73,46 +75,36 @@ def last_checkpoint(folder: Path) -> Path | None:
     return whole
 
 
-def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
         named: a path, as in `named_checkpoint`; True: the last whole checkpoint in the output folder, if there is one.
         in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format.
-        adapters: whether the run trains adapters.
 
     Raises:
-        TrainingError: it is missing, incomplete or damaged, or only one of the run and the checkpoint has adapters.
+        TrainingError: it is missing, incomplete or damaged.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
     if checkpoint is not None and not in_shards:
         check_parts(checkpoint)
-        check_adapters(checkpoint, adapters=adapters)
     return checkpoint
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the last whole one in the folder of a run. Raises TrainingError if there is none, or if it is
-    damaged."""
-    if _is_checkpoint(path):
-        if (found := _damage(path)) is not None:
-            raise TrainingError(found, where=str(path), remedy=EARLIER)
-        return path
-    if (checkpoint := last_checkpoint(path)) is None:
+    """As `last_of_run`. Raises TrainingError if there is none."""
+    if (checkpoint := last_of_run(path)) is None:
         raise TrainingError("holds no complete checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
     return checkpoint
 
 
-def named_stage(path: Path) -> tuple[int, Path]:
-    """The stage number and checkpoint at a path of a conversion: a checkpoint, a stage, or its folder. Raises as `named_checkpoint`."""
-    stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
-    whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
-    checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
+def stage_of(checkpoint: Path) -> int:
+    """The number of the stage of a conversion that a checkpoint is of. Raises TrainingError if it is of none."""
     stage = re.fullmatch(r"stage-(\d+)", checkpoint.resolve().parent.name)
     if stage is None:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
-        raise TrainingError("is no checkpoint of a conversion", where=str(path), remedy=remedy)
-    return int(stage[1]), checkpoint
+        raise TrainingError("is no checkpoint of a conversion", where=str(checkpoint), remedy=remedy)
+    return int(stage[1])
 
 
 def check_last(checkpoint: Path, output: Path) -> None:
@@ -145,13 +137,6 @@ def check_parts(checkpoint: Path) -> None:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None: nothing."""
     return f"{TRAINER_STATE_NAME} is missing or incomplete" if steps_done(checkpoint) is None else fault(checkpoint)
-
-
-def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
-    """Raise TrainingError unless the checkpoint and this run both have adapters, or both have none."""
-    if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
-        what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters only", "Set lora as in that run")
-        raise TrainingError(what, where=str(checkpoint), remedy=remedy)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -25,7 +25,7 @@ from unmask.training.config_fields import check_settings, check_types, setting
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
-from unmask.training.resume.stock_settings import STOCK_KINDS
+from unmask.training.resume.stock_settings import stock_kind
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trackers import check_trackers
 
@@ -164,7 +164,7 @@ class TrainingConfig(TrainingArguments):
     @classmethod
     def kinds_on_resume(cls) -> dict[str, OnResume]:
         """What changing each setting does to a run that is resumed."""
-        return {each.name: each.metadata.get("on_resume") or STOCK_KINDS.get(each.name, OnResume.OTHER) for each in fields(cls)}
+        return {each.name: each.metadata.get("on_resume") or stock_kind(each.name) for each in fields(cls)}
 
     def values_on_resume(self) -> dict[str, Any]:
         """The settings that a resumed run compares, with their defaults filled in."""

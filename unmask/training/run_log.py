@@ -16,10 +16,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from unmask.artifacts import MetricsLog, write_atomic
-from unmask.training.durable.checkpoint_files import LISTED, SUMS_NAME
 from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
+SUMS_NAME = "metric_sums.json"
 SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")  # on the progress display
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
@@ -164,14 +164,13 @@ class Means:
 
 def write_sums(checkpoint: Path, sums: Sums) -> None:
     """Save the sums since the last log line in a checkpoint."""
-    write_atomic(checkpoint / SUMS_NAME, json.dumps({LISTED: True, "sums": sums}))
+    write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
 
 
 def read_sums(checkpoint: Path) -> Sums:
-    """The sums that `write_sums` saved; earlier versions of Unmask saved them alone, or none."""
-    path = checkpoint / SUMS_NAME
-    stored = json.loads(path.read_text()) if path.exists() else {}
-    return stored["sums"] if stored.get(LISTED) is True else stored
+    """The sums that `write_sums` saved; earlier versions of Unmask saved them under another name, or none."""
+    path = next((path for name in (SUMS_NAME, "recorded.json") if (path := checkpoint / name).exists()), None)
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
 
 
 def _everywhere(sums: Sums) -> Sums:

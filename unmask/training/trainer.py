@@ -40,7 +40,7 @@ from unmask.training.per_view_backward import PerViewBackward
 from unmask.training.resume.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
 from unmask.training.resume.record import RunRecord
 from unmask.training.resume.resumption import Resumption
-from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput, read_sums
+from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
 
@@ -67,7 +67,6 @@ class DiffusionTrainer(Trainer):
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
-    resumption_type = Resumption
     streams = False  # whether the dataset may be a stream, an iterable without a length
     per_view: PerViewBackward | None = None  # makes the steps of a loss that takes several forward passes
 
@@ -98,9 +97,8 @@ class DiffusionTrainer(Trainer):
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self.means, self.evaluating = Means(), False
-        self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), self.resumption_type(self)
-        self.metrics = log or RunLog(folder=args.output_folder)
-        self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
+        self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), Resumption(self)
+        self.metrics, self.phases = log or RunLog(folder=args.output_folder), phases or Phases(args.device, memory=args.log_memory_usage)
         self.earlier_history, self.num_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
@@ -205,8 +203,8 @@ class DiffusionTrainer(Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.resumption.load_optimizer(lambda: super(DiffusionTrainer, self)._load_optimizer_and_scheduler(checkpoint))
-            self.means.load(read_sums(Path(checkpoint)) if self.is_world_process_zero() else {})  # the saved sums cover all processes
+            with self.resumption.loading(Path(checkpoint)):
+                super()._load_optimizer_and_scheduler(checkpoint)
 
     def planned_steps(self, args: TrainingConfig) -> int:
         """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
@@ -251,9 +249,8 @@ class DiffusionTrainer(Trainer):
         rows = self.eval_dataset if dataset is None else dataset
         if rows is None:
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
-        if rows is self.eval_dataset or isinstance(rows, Rows):
-            return rows
-        return self._checked_rows(self.lm, self.args, rows, "eval_dataset")
+        made = rows is self.eval_dataset or isinstance(rows, Rows)
+        return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:
         """Refused, because the logits of a row depend on which tokens are hidden."""
@@ -323,8 +320,7 @@ class DiffusionTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         if not batch_samples:
             return None
-        items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
-        return self.accelerator.gather(items).sum().clamp_min(1)
+        return self.accelerator.gather(torch.stack([*map(self.count_items, batch_samples)]).sum().to(device)).sum().clamp_min(1)
 
     # Metrics.
 
@@ -383,7 +379,8 @@ class DiffusionTrainer(Trainer):
         return super()._get_output_dir(trial) if self._saver.unfinished is None else str(self._saver.unfinished.parent)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        self._saver.save_checkpoint(lambda: super(DiffusionTrainer, self)._save_checkpoint(model, trial), Path(self._get_output_dir(trial)))
+        with self._saver.whole_checkpoint(Path(self._get_output_dir(trial))):
+            super()._save_checkpoint(model, trial)
 
     def _load_best_model(self) -> None:
         self._saver.check_best()
@@ -391,8 +388,11 @@ class DiffusionTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config and metric sums."""
-        save, folder = self._saver.save_trained if _internal_call else self._saver.save_model, output_dir or str(self.args.output_dir)
-        save(lambda: super(DiffusionTrainer, self).save_model(folder, _internal_call), Path(folder))
+        folder = output_dir or str(self.args.output_dir)
+        if not _internal_call and has_adapters(self.lm):
+            return self._saver.save_merged(folder)
+        with (self._saver.trained_part if _internal_call else self._saver.whole_model)(Path(folder)):
+            super().save_model(folder, _internal_call)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Called by transformers when it pushes to the hub."""

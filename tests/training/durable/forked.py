@@ -86,5 +86,5 @@ def _run(command: list[str], changes: Path, errors: Path, before_change: int | N
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(audit)
-    sys.argv = ["unmask", *command]
+    sys.argv, sys.orig_argv = ["unmask", *command], ["python", "unmask", *command]
     main()

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
 from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
 from unmask.training.durable import checkpoint_files
-from unmask.training.durable.checkpoint_files import FILE_LIST
+from unmask.training.durable.checkpoint_files import written_whole
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -68,10 +69,10 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
             unnoticed.append(fault)
     assert unnoticed == []
     with pytest.raises(TrainingError, match="--resume without a path"):
-        checked_checkpoint(tmp_path, str(checkpoint), in_shards=False, adapters=False)
+        checked_checkpoint(tmp_path, str(checkpoint), in_shards=False)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "recorded.json", "scheduler.pt"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"])
 def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     straight = make("sft", tmp_path, **SAVING)
     straight.train()
@@ -84,22 +85,15 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-def as_of_an_earlier_version(checkpoint: Path) -> None:
-    """Remove the list of files."""
-    (checkpoint / FILE_LIST).unlink()
-    path = checkpoint / "recorded.json"
-    path.write_text(json.dumps(json.loads(path.read_text())["sums"]))
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_path):
     make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
-    as_of_an_earlier_version(tmp_path / "checkpoint-2")
+    as_earlier_version(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / name).unlink()
     said = "no weights" if name == "model.safetensors" else f"{name}: is missing"
     for resume in (True, str(tmp_path / "checkpoint-2")):
         with pytest.raises(TrainingError, match=rf"checkpoint-2.*{said}.*Delete this checkpoint"):
-            checked_checkpoint(tmp_path, resume, in_shards=False, adapters=False)
+            checked_checkpoint(tmp_path, resume, in_shards=False)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
@@ -107,9 +101,10 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
     straight.train()
     shutil.rmtree(tmp_path / "checkpoint-6")
     for folder in tmp_path.glob("checkpoint-*"):
-        as_of_an_earlier_version(folder)
+        as_earlier_version(folder)
     resumed = make("sft", tmp_path, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
+    with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
+        resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm))
     shutil.rmtree(tmp_path / "checkpoint-6")
     for name in ("rng_state.pth", "recorded.json", "config.json", "scheduler.pt", "trainer_state.json", "model.safetensors"):
@@ -156,6 +151,27 @@ def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"):
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_run_that_is_killed_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch):
+    model, rename = tmp_path / "model", Path.rename
+    with written_whole(model, writes=True, listed=False) as unfinished:
+        (unfinished / "weights").write_text("first")
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "model" and target == model:
+            os._exit(1)
+        return rename(path, target)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, "rename", killed)
+        with written_whole(model, writes=True, listed=False) as unfinished:
+            (unfinished / "weights").write_text("second")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 1 << 8 and not model.exists()
+    with written_whole(tmp_path / "checkpoint-2", writes=True, listed=False) as unfinished:
+        (unfinished / "weights").write_text("x")
+    assert (model / "weights").read_text() == "first" and not (tmp_path / ".unfinished").exists()
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, "from the beginning"), (3, "checkpoint-2 is intact")])

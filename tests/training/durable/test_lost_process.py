@@ -33,6 +33,7 @@ import sys, time
 from pathlib import Path
 from unmask.training.durable import lost_process
 lost_process.PATIENCE = float(sys.argv[1])
+sys.orig_argv = ["python", "-m", "unmask", *sys.argv[1:]]
 with lost_process.ending_with_others(Path("run")):
     print("waiting", flush=True)
     time.sleep(60)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers import REPOSITORY
 from tests.training.durable.runs import command, ends, logged
 from tests.training.tiny_runs import equal, unmask
+from unmask import commands
 from unmask.convert.trainer import StageTrainer
 from unmask.preference.reference_log_probs import ReferenceTable
 from unmask.rl.trainer import GRPOTrainer
@@ -98,6 +99,20 @@ def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt)
     assert "There is no checkpoint yet" in stopped.output
 
 
+def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "save_model", 6, signal.SIGINT, signal.SIGINT)
+    stopped = unmask(*command("sft", model, tmp_path / "run"))
+    assert stopped.exit_code == 130 and "There is no checkpoint yet" in stopped.output
+
+
+def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_path, monkeypatch):
+    run = command("sft", model, tmp_path / "run")
+    assert unmask(*run).exit_code == 0 and (tmp_path / "run" / "checkpoint-6").is_dir()
+    monkeypatch.setattr(commands.run, "held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = unmask(*run, "--overwrite")
+    assert stopped.exit_code == 128 + signal.SIGTERM and "There is no checkpoint yet" in stopped.output
+
+
 def test_a_run_that_a_signal_ends_amid_the_references_scores_is_resumed(model, tmp_path, monkeypatch):
     write = ReferenceTable.write
 
@@ -126,11 +141,12 @@ def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):
 
 
 def test_the_command_to_go_on_is_that_of_the_run():
-    same = "unmask sft --model 'a b' --output out training.max_steps=3"
+    same = "sft --model 'a b' --output out 'training.hub_token=********' training.max_steps=3 --resume"
     for more in ([], ["--resume"], ["--resume", "x/checkpoint-3"], ["--resume=x"], ["--overwrite"], ["training.resume_from_checkpoint=x"]):
-        argv = ["/bin/unmask", "sft", "--model", "a b", "--output", "out", *more, "training.max_steps=3"]
-        assert resume_command(argv) == f"{same} --resume"
-    assert resume_command(["/x/unmask/__main__.py", "sft"]) == "python -m unmask sft --resume"
+        arguments = ["sft", "--model", "a b", "--output", "out", *more, "training.hub_token=hf_x", "training.max_steps=3"]
+        assert resume_command(["/bin/python3", "/bin/unmask", *arguments]) == f"unmask {same}"
+        assert resume_command(["/unmask/bin/python3", "-u", "-m", "unmask", *arguments]) == f"python -m unmask {same}"
+        assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc_per_node=2 -m unmask {same}"
 
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import errno
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 
+import filelock._unix
 import pytest
 
 from tests.helpers import REPOSITORY
 from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
-from unmask.training.resume import lock
-from unmask.training.resume.lock import Holder, is_running, sole_run
+from unmask.training.resume.lock import is_running, sole_run
+
+
+def without_flock(_: int) -> bool:
+    """As filelock locks a file on a file system without flock."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
+import filelock._unix
+from tests.training.resume.test_lock import without_flock
 from unmask.training.resume.lock import sole_run
+if "soft" in sys.argv:
+    filelock._unix.lock_fd_nonblocking = without_flock
 with sole_run(Path(sys.argv[1])):
-    if len(sys.argv) > 2 and os.fork() == 0:
+    if "forked" in sys.argv and os.fork() == 0:
         time.sleep(60)
     print("held", flush=True)
     time.sleep(60)
@@ -74,23 +83,19 @@ def test_a_killed_run_keeps_no_lock_even_if_a_forked_process_survives_it(tmp_pat
         assert is_running(tmp_path / "out")
 
 
-def test_without_flock_the_process_id_and_start_time_decide(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(lock, "fcntl", None)
-    process = holder()
-    with pytest.raises(TrainingError, match=f"process {process.pid}"), sole_run(tmp_path / "out"):
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_without_flock_the_process_that_is_named_decides(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
+    process = holder("soft")
+    assert is_running(tmp_path / "out")
+    with pytest.raises(TrainingError, match=f"process {process.pid} on .* is running here"), sole_run(tmp_path / "out"):
         pass
     process.kill()
     process.wait()
-    with sole_run(tmp_path / "out"):
+    with sole_run(tmp_path / "out"), sole_run(tmp_path / "out"):
         assert is_running(tmp_path / "out")
-    reused = replace(Holder.this_process(), started=time.time() - 1e6)  # another process had this id
     (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / LOCK_FILE).write_text(json.dumps(asdict(reused)))
-    assert not is_running(tmp_path / "out")
-    with sole_run(tmp_path / "out"):
-        pass
-    (tmp_path / "out").mkdir(exist_ok=True)
-    (tmp_path / "out" / LOCK_FILE).write_text(json.dumps(asdict(replace(reused, host="elsewhere"))))
+    (tmp_path / "out" / LOCK_FILE).write_text("1\nelsewhere\n2\n")
     with pytest.raises(TrainingError, match=r"elsewhere .*if it has ended, remove"), sole_run(tmp_path / "out"):
         pass
 
@@ -102,6 +107,18 @@ def test_a_run_may_lock_again_and_leaves_no_trace_where_it_wrote_nothing(tmp_pat
     with sole_run(tmp_path / "out"):
         (tmp_path / "out" / "log").write_text("x")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["log"]
+
+
+def test_a_forked_process_is_refused_and_leaves_the_lock_to_its_parent(tmp_path):
+    with sole_run(tmp_path / "out"):
+        if (child := os.fork()) == 0:
+            try:
+                with sole_run(tmp_path / "out"):
+                    os._exit(1)
+            except TrainingError:
+                os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert (tmp_path / "out" / LOCK_FILE).read_text().startswith(f"{os.getpid()}\n")
 
 
 def test_the_other_processes_of_a_run_share_its_lock(tmp_path, holder, monkeypatch):
@@ -127,10 +144,11 @@ def _enter(folder, barrier, entered):
         pass
 
 
+@pytest.mark.filterwarnings("ignore:flock not supported")
 @pytest.mark.parametrize("flock", [True, False])
 def test_of_many_that_start_together_one_enters(tmp_path, flock, monkeypatch):
     if not flock:
-        monkeypatch.setattr(lock, "fcntl", None)
+        monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
     context = multiprocessing.get_context("fork")
     barrier, entered = context.Barrier(8), context.Value("i", 0)
     processes = [context.Process(target=_enter, args=(tmp_path / "out", barrier, entered)) for _ in range(8)]

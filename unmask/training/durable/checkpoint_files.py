@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 
 from unmask.artifacts import default_mode, write_atomic
 from unmask.errors import TrainingError, first_line
+from unmask.training.resume.record import RECORD_FILE
 
 FILE_LIST = "checkpoint_files.json"
 UNFINISHED = ".unfinished"
-SUMS_NAME = "recorded.json"
-LISTED = "listed"  # in `recorded.json`: this checkpoint has a list of files
+EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
 FULL_DISK = "Make room and permit writing: --resume continues from the last checkpoint"
 THREADS = 4  # hashing releases the lock of the interpreter
 
@@ -43,7 +43,10 @@ def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]
     unfinished = folder.parent / UNFINISHED / folder.name
     processes = PartialState()
     if writes:
-        shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
+        for earlier in unfinished.parent.glob(f"*{EARLIER}"):  # of a run that was killed while it moved the folder
+            if not (place := folder.with_name(earlier.name.removesuffix(EARLIER))).exists():
+                earlier.rename(place)
+        shutil.rmtree(unfinished.parent, ignore_errors=True)
         unfinished.mkdir(parents=True)
     processes.wait_for_everyone()
     with contextlib.ExitStack() as failing:
@@ -67,7 +70,7 @@ def publish(unfinished: Path, folder: Path, *, listed: bool) -> None:
         write_atomic(unfinished / FILE_LIST, json.dumps({"files": described(unfinished, files)}, indent=1) + "\n")
     for inner in {path.parent for path in files}:
         sync(inner)
-    earlier = unfinished.with_name(f"{folder.name}.earlier")
+    earlier = unfinished.with_name(folder.name + EARLIER)
     if folder.exists():
         folder.rename(earlier)
     try:
@@ -110,7 +113,7 @@ def fault(folder: Path) -> str | None:
     try:
         text = (folder / FILE_LIST).read_text(encoding="utf-8")
     except FileNotFoundError:
-        return _unreadable(folder) or (f"{FILE_LIST} is missing" if _is_listed(folder) else None)
+        return f"{FILE_LIST} is missing" if (folder / RECORD_FILE).exists() else _unreadable(folder)
     except (OSError, ValueError) as error:
         return f"{FILE_LIST} cannot be read ({first_line(error)})"
     try:
@@ -144,11 +147,6 @@ def _unreadable(folder: Path) -> str | None:
         except (OSError, ValueError, SafetensorError) as error:
             return f"{path.name} cannot be read ({first_line(error)})"
     return None
-
-
-def _is_listed(folder: Path) -> bool:
-    path = folder / SUMS_NAME
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get(LISTED) is True
 
 
 def bytes_of(folder: Path) -> int:

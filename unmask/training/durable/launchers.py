@@ -16,7 +16,6 @@ from unmask.training.durable.lost_process import lost_process
 
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 """The variables in which launchers (torchrun, MPI, srun) say how many processes they started."""
-RANKS = ("RANK", "LOCAL_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "SLURM_STEP_NUM_TASKS")
 OF_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
 """`accelerate launch` sets both for several processes, of which it starts only one on CPUs."""
 
@@ -29,7 +28,7 @@ def started_processes(environ: Mapping[str, str] = os.environ) -> int:
 def check_processes(training_together: int, environ: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if the launcher was told of more processes than train together: each would be a run of its own."""
     started = started_processes(environ)
-    alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in RANKS)
+    alone = all(name in environ for name in OF_ACCELERATE) and not any(name in environ for name in SIZES)
     if not alone and started in (1, training_together):
         return
     number = "N" if alone else str(started)

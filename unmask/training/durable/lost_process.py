@@ -22,7 +22,7 @@ import psutil
 from unmask.config.run import LOCK_FILE
 from unmask.console import first_to_report
 from unmask.errors import LostProcessError
-from unmask.redaction import shown
+from unmask.redaction import masked_argument, shown
 
 LOOKS_EVERY, PATIENCE = 0.5, 10.0
 """Seconds between two looks at the other processes, and those that this one has to end by itself when one is lost."""
@@ -62,7 +62,7 @@ def _runs(process: psutil.Process) -> bool:
 def lost_process(output: Path, what: str = "another process of this run has ended") -> LostProcessError:
     """The error for a run in this folder."""
     begun = output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
-    go_on = f"Resume with: {resume_command(sys.argv)}" if begun else f"Start again with: {command(sys.argv)}"
+    go_on = f"Resume with: {resume_command(sys.orig_argv)}" if begun else f"Start again with: {command(sys.orig_argv)}"
     return LostProcessError(what, where="launcher", remedy=f"{go_on} (and the same launcher)")
 
 
@@ -104,20 +104,27 @@ def _end(output: Path) -> None:
     os._exit(2)
 
 
-def resume_command(argv: Sequence[str]) -> str:
-    """The command line that continues a run, from the one that started it."""
+def resume_command(argv: Sequence[str], processes: int = 1) -> str:
+    """The command line that continues a run, from the one that started it. Arguments as in `command`."""
     kept: list[str] = []
-    arguments = list(argv[1:])
+    arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
         if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
             arguments.pop(0)
         elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
             kept.append(argument)
-    return command([argv[0], *kept, "--resume"])
+    return command([*kept, "--resume"], processes)
 
 
-def command(argv: Sequence[str]) -> str:
-    """The command line of a process."""
-    program = "unmask" if Path(argv[0]).name == "unmask" else "python -m unmask"
-    return f"{program} {shlex.join(argv[1:])}"
+def command(argv: Sequence[str], processes: int = 1) -> str:
+    """The command line of a run, without secrets.
+
+    Args:
+        argv: the words that started it, with those of the interpreter.
+        processes: how many train together.
+    """
+    start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
+    program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
+    launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
+    return f"{launched} {shlex.join(map(masked_argument, argv[start + 1 :]))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,6 @@ from unmask.training.config import rows_per_step
 from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
 
-Write = Callable[[], None]
-"""Writes as transformers.Trainer does."""
-
 
 @contextlib.contextmanager
 def without_pickled_settings() -> Iterator[None]:
@@ -40,15 +37,16 @@ def without_pickled_settings() -> Iterator[None]:
 
 
 class Saver:
-    """Writes the checkpoints and the model of a trainer, whose overrides of transformers.Trainer call it."""
+    """What is done before and after transformers.Trainer writes checkpoints and the model of a trainer."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.unfinished: Path | None = None  # where a checkpoint is being written
 
-    def save_checkpoint(self, write: Write, folder: Path) -> None:
-        """The checkpoint appears when all its files are on the disk, with a list of them, and is then uploaded if that is set. Raises
-        TrainingError if it cannot be written; earlier checkpoints are intact then."""
+    @contextlib.contextmanager
+    def whole_checkpoint(self, folder: Path) -> Iterator[None]:
+        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with a list of them, and is then
+        uploaded if that is set. Raises TrainingError if it cannot be written; earlier checkpoints are intact then."""
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
@@ -59,7 +57,7 @@ class Saver:
             with written_whole(checkpoint, writes=args.should_save, listed=True) as self.unfinished:
                 uploads, args.push_to_hub = args.push_to_hub, False  # not before it is in its place
                 try:
-                    write()
+                    yield
                     self._name_best(self.unfinished, checkpoint)
                 finally:
                     self.unfinished, args.push_to_hub = None, uploads
@@ -98,22 +96,26 @@ class Saver:
         rows, steps = self.trainer.train_dataset, self.trainer.state.global_step
         return rows.visited(steps * rows_per_step(self.trainer.args)) if isinstance(rows, StreamedRows) else None
 
-    def save_model(self, write: Write, folder: Path) -> None:
-        """Save the whole model, with adapters merged."""
-        lm, writes = self.trainer.lm, self.trainer.args.should_save
+    def save_merged(self, folder: str | Path) -> None:
+        """Save the whole model with its adapters merged."""
+        accept_generation_config(self.trainer.lm.model.generation_config)
+        if self.trainer.args.should_save:
+            merged(self.trainer.lm).save(folder)
+
+    @contextlib.contextmanager
+    def whole_model(self, folder: Path) -> Iterator[None]:
+        """Inside, the whole model is written."""
+        lm = self.trainer.lm
         accept_generation_config(lm.model.generation_config)
-        if has_adapters(lm):
-            if writes:
-                merged(lm).save(folder)
-            return
         with without_pickled_settings():
-            write()
-        if writes:
+            yield
+        if self.trainer.args.should_save:
             share(folder)
             write_card(lm, folder)
 
-    def save_trained(self, write: Write, folder: Path) -> None:
-        """Save what a checkpoint has of the model: trained weights, config, metric sums and the record of the run."""
+    @contextlib.contextmanager
+    def trained_part(self, folder: Path) -> Iterator[None]:
+        """Inside, the trained weights of a checkpoint are written. Its config, metric sums and the record of the run are added."""
         lm, writes = self.trainer.lm, self.trainer.args.should_save
         accept_generation_config(lm.model.generation_config)
         sums = self.trainer.means.state_everywhere()
@@ -123,4 +125,4 @@ class Saver:
             lm.config.save_pretrained(str(folder))  # it holds the history, which is not saved with adapters
         without_tables(lm)
         with without_pickled_settings():
-            write()
+            yield

@@ -14,9 +14,9 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import RunStopped
+from unmask.training.checkpoints import checkpoints
 from unmask.training.durable.lost_process import another_has_ended, lost_process, resume_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -35,10 +35,12 @@ class StopOnSignal(TrainerCallback):
 
     Args:
         output: the folder of the run.
+        resumes: whether the checkpoints that are there already are of this run.
     """
 
-    def __init__(self, output: Path):
+    def __init__(self, output: Path, *, resumes: bool):
         self.output = output
+        self._owns_checkpoints = resumes
         self._received: signal.Signals | None = None
         self._since = 0.0
         self._training = self._agreed = False
@@ -78,7 +80,7 @@ class StopOnSignal(TrainerCallback):
                 os.write(2, f"\n{received.name}: saving a checkpoint at the end of this step{again}\n".encode())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._training = True
+        self._training = self._owns_checkpoints = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agree(args):
@@ -108,8 +110,8 @@ class StopOnSignal(TrainerCallback):
 
     def _stopped(self, how: str = "at once") -> RunStopped:
         assert self._received is not None
-        saved = any(self.output.glob(f"**/{PREFIX_CHECKPOINT_DIR}-*"))
+        saved = self._owns_checkpoints and any(map(checkpoints, [self.output, *self.output.glob("stage-*")]))
         launched = " (with the same launcher)" if "LOCAL_RANK" in os.environ else ""
-        go_on = f"Resume{launched} with: {resume_command(sys.argv)}" if saved else "There is no checkpoint yet"
+        go_on = f"Resume{launched} with: {resume_command(sys.orig_argv)}" if saved else "There is no checkpoint yet"
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
         return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)

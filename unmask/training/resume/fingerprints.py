@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import array
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from unmask.artifacts import plain
 from unmask.data.rows import Row
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.distributed import from_first
 
 STREAMED_ROWS = 64
 """Rows of a stream that are compared."""
@@ -23,18 +23,23 @@ BLOCKS, BLOCK_BYTES = 64, 2**16
 """The parts of a file that are compared, spread over its length; a file of no more than these is compared as a whole."""
 SAMPLED_WEIGHTS = 1024
 """Values of each weight tensor that are compared, spread over its length."""
+OF_LAUNCH = {"base_model_name_or_path", "revision", "inference_mode"}
+"""Settings of adapters that do not change them."""
 
 
 def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
-    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number."""
-    if rows is None:
-        return None
+    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number. A collective: the first process reads
+    them."""
+    return from_first(lambda: None if rows is None else _of_rows(rows))
+
+
+def _of_rows(rows: Iterable[Row]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
     if cached := getattr(rows, "cache_files", None):  # the token cache: its folder is named by a hash of the content
         digest.update("".join(Path(file["filename"]).parent.name for file in cached).encode())
     else:
         for row in islice(rows, len(rows) if isinstance(rows, Sized) else STREAMED_ROWS):
-            _feed(digest, row)
+            digest.update(_json(row))
     return {"rows": len(rows) if isinstance(rows, Sized) else None, "sha256": digest.hexdigest()}
 
 
@@ -59,7 +64,7 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
     pattern = {f"model.{name}": value for name, value in lm.settings.items()}
     shapes = {name: [*weight.shape] for name, weight in lm.model.named_parameters()}
     configs = {name: config.to_dict() for name, config in getattr(lm.model, "peft_config", {}).items()} if adapters else {}
-    described = {name: {key: _ordered(value) for key, value in config.items() if key not in OF_LAUNCH} for name, config in configs.items()}
+    described = {name: {key: value for key, value in config.items() if key not in OF_LAUNCH} for name, config in configs.items()}
     return pattern | {
         "model.dtype": str(lm.weight_dtype).removeprefix("torch."),
         "model.shapes": content_hash(shapes),
@@ -69,17 +74,25 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
     }
 
 
-OF_LAUNCH = {"base_model_name_or_path", "revision", "inference_mode"}
-
-
-def _ordered(value: Any) -> Any:
-    """A set has another order in each process."""
-    return sorted(value) if isinstance(value, set) else value
-
-
 def content_hash(value: Any) -> dict[str, str]:
-    """The fingerprint of a value of JSON types."""
-    return {"sha256": hashlib.sha256(json.dumps(plain(value), sort_keys=True).encode()).hexdigest()}
+    """The fingerprint of a value."""
+    return {"sha256": hashlib.sha256(_json(value)).hexdigest()}
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, sort_keys=True, default=_of_other_types).encode()
+    except TypeError:  # keys that JSON does not have
+        return json.dumps(plain(value), sort_keys=True).encode()
+
+
+def _of_other_types(value: Any) -> Any:
+    """What stands for a value that JSON does not have: the same in each process."""
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value).__qualname__ if type(value).__repr__ is object.__repr__ else repr(value)  # that text would hold an address
 
 
 def file_fingerprints(paths: Iterable[str]) -> list[dict[str, Any]]:
@@ -95,24 +108,3 @@ def _sampled(path: Path) -> str:
             file.seek(start)
             digest.update(file.read(BLOCK_BYTES))
     return digest.hexdigest()
-
-
-def _feed(digest: Any, value: Any) -> None:
-    """Add a value to a hash, with its type and length, so that boundaries count."""
-    if isinstance(value, Mapping):
-        digest.update(f"{{{len(value)}".encode())
-        for key in sorted(value, key=str):
-            _feed(digest, [str(key), value[key]])
-    elif isinstance(value, list | tuple):
-        digest.update(f"[{len(value)}".encode())
-        if value and all(type(item) is int and abs(item) < 2**63 for item in value):
-            digest.update(array.array("q", value).tobytes())
-        else:
-            for item in value:
-                _feed(digest, item)
-    elif hasattr(value, "tolist"):
-        _feed(digest, value.tolist())
-    elif type(value).__repr__ is object.__repr__:  # its text would hold an address
-        digest.update(type(value).__qualname__.encode())
-    else:
-        digest.update(repr(value).encode())

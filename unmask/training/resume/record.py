@@ -66,10 +66,16 @@ class RunRecord:
         self.changes = [*recorded["changes"], *new]
         return changed
 
-    def refuse_settings(self, checkpoint: Path) -> None:
-        """Raise ConfigError if settings other than the model's, which are compared once it is loaded, would make another run."""
-        changed = self.changed_since(read_record(checkpoint) or {"settings": {}})
-        self._refuse({name: old for name, old in changed.items() if not name.startswith("model.")}, checkpoint)
+    def refuse_settings(self, folder: Path) -> None:
+        """Raise ConfigError if settings would make another run than that of the checkpoints in a folder. Those of the model are compared
+        once it is loaded."""
+        for path in sorted(folder.glob(f"**/{RECORD_FILE}"))[-1:]:  # all of a run agree in what makes another run
+            try:
+                recorded = json.loads(path.read_text(encoding="utf-8"))
+            except ValueError:  # damaged: the checkpoint will not be used
+                continue
+            changed = self.changed_since(recorded)
+            self._refuse({name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent)
 
     def changed_since(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
         """The earlier values of what differs, by name. Settings that an earlier version did not have are left out."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from unmask.config.base import OnResume
 from unmask.errors import ConfigError
-from unmask.models.adapters import has_adapters
 from unmask.training.checkpoints import checked_checkpoint, refuse_nothing, steps_done
 from unmask.training.distributed import from_first
 from unmask.training.model_history import result_fields
 from unmask.training.resume.fingerprints import rows_fingerprint
-from unmask.training.resume.optimizer import OF_GROUPS, OF_SCHEDULE, apply_to_groups, apply_to_schedule, hyperparameters
+from unmask.training.resume.optimizer import OF_GROUPS, apply_to_groups, apply_to_schedule, hyperparameters
 from unmask.training.resume.record import SECTION, RunRecord, expect_visited
+from unmask.training.run_log import read_sums
 
 OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"}
 
@@ -27,12 +28,14 @@ class Resumption:
     Attributes:
         changed: the earlier values of the settings that were changed when the run was resumed, by dotted name.
         first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is the user's.
+        found: the checkpoint to resume, by what names it, until training begins: it is hashed once.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.changed: Mapping[str, Any] = {}
         self.first_groups: list[dict[str, Any]] | None = None
+        self.found: dict[Any, Path | None] = {}
 
     @cached_property
     def record(self) -> RunRecord:
@@ -51,8 +54,10 @@ class Resumption:
         if named is True or Path(named).resolve() == folder.resolve():
             named = True
             refuse_nothing(folder)
-        in_shards, adapters = self.trainer.uses_fsdp_or_deepspeed, has_adapters(self.trainer.lm)
-        checkpoint = from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))
+        in_shards = self.trainer.uses_fsdp_or_deepspeed
+        if named not in self.found:
+            self.found = {named: from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards))}
+        checkpoint = self.found[named]
         if checkpoint is not None:
             self.compare(checkpoint, steps_done(checkpoint) or 0)
         return checkpoint
@@ -79,6 +84,7 @@ class Resumption:
 
     def begin(self, max_steps: int) -> None:
         """After the trainer's state was restored: let the changed intervals and metrics act."""
+        self.found.clear()
         state = self.trainer.state
         state.compute_steps(self.trainer.args, max_steps)  # a restored state has the intervals of the checkpoint
         if OF_BEST_METRIC & self.changed.keys():
@@ -86,18 +92,20 @@ class Resumption:
         if self.changed:
             self.show_changes()
 
-    def load_optimizer(self, load: Callable[[], None]) -> None:
-        """Load the optimizer and schedule of a checkpoint, and let the changed rates act."""
+    @contextlib.contextmanager
+    def loading(self, checkpoint: Path) -> Iterator[None]:
+        """Inside, transformers loads the optimizer and schedule of a checkpoint. Afterwards the changed rates act, and the sums of metrics
+        are restored."""
         trainer = self.trainer
         first_schedule = copy.deepcopy(trainer.lr_scheduler.state_dict()) if trainer.lr_scheduler is not None else {}
-        load()
+        yield
+        trainer.means.load(read_sums(checkpoint) if trainer.is_world_process_zero() else {})  # the saved sums cover all processes
         if self.first_groups is None:
             return
         if OF_GROUPS & self.changed.keys():
             apply_to_groups(trainer.optimizer, self.first_groups)
-        if OF_SCHEDULE & self.changed.keys() and trainer._created_lr_scheduler:
-            step, rate = trainer.state.global_step, self.record.values[f"{SECTION}learning_rate"]
-            apply_to_schedule(trainer.lr_scheduler, first_schedule, self.first_groups, step, self.changed, rate)
+        if trainer._created_lr_scheduler:
+            apply_to_schedule(trainer.lr_scheduler, first_schedule, self.first_groups, trainer.state.global_step, self.changed)
 
     def optimizer_made(self) -> None:
         """The trainer has made its optimizer, not the user."""

@@ -15,7 +15,6 @@ TAKES_EFFECT = {
     "ignore_data_skip",
 }
 NEUTRAL = {
-    "output_dir",
     # How a step is computed.
     *("activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "use_cache"),
@@ -24,17 +23,17 @@ NEUTRAL = {
     *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor"),
     "dataloader_multiprocessing_context",
     # What is shown, and where.
-    *("logging_nan_inf_filter", "log_on_each_node", "include_num_input_tokens_seen", "log_level", "log_level_replica", "disable_tqdm"),
+    *("logging_nan_inf_filter", "log_on_each_node", "include_num_input_tokens_seen"),
     *("report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "debug"),
     "skip_memory_metrics",
     # How an evaluation is computed.
     *("per_device_eval_batch_size", "prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
     *("include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"),
     # Where copies go.
-    *("save_on_each_node", "enable_jit_checkpoint", "push_to_hub", "hub_token", "hub_private_repo", "hub_model_id", "hub_strategy"),
+    *("save_on_each_node", "enable_jit_checkpoint", "push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy"),
     *("hub_always_push", "hub_revision"),
     # Of the launch, or without use here.
-    *("restore_callback_states_from_checkpoint", "resume_from_checkpoint", "do_train", "do_eval", "do_predict", "local_rank"),
+    *("restore_callback_states_from_checkpoint", "do_train", "do_eval", "do_predict"),
     *("remove_unused_columns", "label_names"),
 }
 ANOTHER_RUN = {
@@ -43,9 +42,8 @@ ANOTHER_RUN = {
     *("seed", "data_seed", "dataloader_drop_last", "dataloader_in_order", "train_sampling_strategy", "length_column_name"),
     *("accelerator_config", "fsdp", "fsdp_config", "deepspeed"),  # the order of rows; the format of checkpoints
 }
-STOCK_KINDS = {
-    **dict.fromkeys(TAKES_EFFECT, OnResume.ACTS),
-    **dict.fromkeys(NEUTRAL, OnResume.NEUTRAL),
-    **dict.fromkeys(ANOTHER_RUN, OnResume.OTHER),
-}
-"""The kind of every field, by name."""
+
+
+def stock_kind(name: str) -> OnResume:
+    """The kind of a field; those that a later version of transformers adds make another run."""
+    return OnResume.ACTS if name in TAKES_EFFECT else OnResume.NEUTRAL if name in NEUTRAL else OnResume.OTHER
