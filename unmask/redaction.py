@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MASK = "********"
@@ -67,3 +68,20 @@ def shown(text: str) -> str:
     """A text for a terminal: without secrets, and with control characters (escape sequences, NUL, changes of direction) as `\\uXXXX`.
     Line ends and tabs stay."""
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 0x10000 else f"\\U{ord(found[0]):08x}", masked_text(text))
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Words as a command line for bash, which also holds control characters without showing them: as bytes in `$'...'`."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if not CONTROL.search(word) and "\n" not in word:
+        return shlex.quote(word)
+    escaped = re.sub(r"[\\']", r"\\\g<0>", word)
+    return "$'" + re.sub(rf"{CONTROL.pattern}|\n", lambda found: "".join(f"\\x{byte:02x}" for byte in _bytes(found[0])), escaped) + "'"
+
+
+def _bytes(character: str) -> bytes:
+    """Of a character as in a file's name, where half of one stands for a byte that is not UTF-8."""
+    return character.encode("utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass")
