@@ -89,6 +89,32 @@ def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):
     assert equal(weights(load(tmp_path / "out/model")), straight)
 
 
+def test_a_stream_may_be_renamed_but_not_edited(model, tmp_path):
+    rows = [{"text": "1+2=3 " * 9}, {"text": "3400=34 " * 9}] * 9
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    run = [
+        "pretrain",
+        "--model",
+        model,
+        *QUICK,
+        *FOUR,
+        "data.streaming=true",
+        "training.max_length=16",
+        "--output",
+        tmp_path / "out",
+        "--data",
+    ]
+    assert unmask(*run, tmp_path / "rows.jsonl").exit_code == 0
+    straight = weights(load(tmp_path / "out/model"))
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    (tmp_path / "edited.jsonl").write_text(lines(*rows, rows[0]))
+    assert_refused(unmask(*run, tmp_path / "edited.jsonl", "--resume"), "data.file_contents", "bytes, content")
+    shutil.move(tmp_path / "rows.jsonl", tmp_path / "renamed.jsonl")
+    resumed = unmask(*run, tmp_path / "renamed.jsonl", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert equal(weights(load(tmp_path / "out/model")), straight)
+
+
 def test_there_is_nothing_to_resume_in_a_mistyped_folder(run, tmp_path):
     assert_refused(unmask(*run[:-1], tmp_path / "uot", "--resume"), "uot", "nothing to resume", "without --resume")
     assert not (tmp_path / "uot").exists()

@@ -31,7 +31,7 @@ def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
     if config.data.streaming and config.data.train is not None:
         train = config.data.train
         paths = [train] if isinstance(train, str) else [source.path for source in train]
-        settings["data.files"] = file_fingerprints(paths), OnResume.OTHER
+        settings["data.file_contents"] = file_fingerprints(paths), OnResume.OTHER
     return settings
 
 

@@ -127,7 +127,7 @@ def expect_visited(rows: Any, checkpoint: Path) -> None:
 def _shown(value: Any) -> str:
     """A value in a message: fingerprints are shortened."""
     if isinstance(value, dict) and "sha256" in value:
-        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['name']}, " if value.get("name") else ""
+        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['bytes']:,} bytes, " if "bytes" in value else ""
         return f"{rows}content {str(value['sha256'])[:8]}"
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))
