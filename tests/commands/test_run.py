@@ -116,6 +116,18 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     assert (output / "precious.txt").read_text() == "results"
 
 
+@pytest.mark.parametrize("inside", ["model", "checkpoint-2/deep", "new", "link"])
+def test_an_output_folder_inside_that_of_another_run_is_refused(inside, model, tmp_path):
+    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=2", "--output"]
+    assert unmask(*run, tmp_path / "out").exit_code == 0
+    (tmp_path / "link").symlink_to(tmp_path / "out/checkpoint-2")
+    output = tmp_path / "link" if inside == "link" else tmp_path / "out" / inside
+    before = sorted((tmp_path / "out").rglob("*"))
+    assert_refused(unmask(*run, output, "--overwrite"), f"is inside the folder of another run, {tmp_path / 'out'}", "outside of it")
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    assert unmask(*run, tmp_path / "out", "--overwrite").exit_code == 0
+
+
 def assert_refused(result: Any, *words: str) -> None:
     """One line that says what, where and the remedy; no traceback; exit code 2."""
     assert result.exit_code == 2, (result.output, result.exception)
