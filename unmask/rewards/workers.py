@@ -106,7 +106,7 @@ def _load_file(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException:  # user code
         del sys.modules[spec.name]
         raise
     return module

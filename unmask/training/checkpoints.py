@@ -148,7 +148,7 @@ def _loading(path: Path) -> Iterator[None]:
     """Inside, whatever is raised is a TrainingError about this file."""
     try:
         yield
-    except Exception as error:  # the file may hold anything
+    except Exception as error:  # user code: anybody's file
         raise TrainingError(f"cannot be loaded ({first_line(error)})", where=str(path), remedy=DELETE) from error
 
 
