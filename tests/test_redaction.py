@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
+import shlex
 import sys
+import typing
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from unmask.artifacts import run_manifest
 from unmask.cli.entry import app
 from unmask.commands.run import resolved, training_arguments
+from unmask.commands.verbs import VERBS
+from unmask.config.base import _type_args
 from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.console import Progress, show_table
@@ -30,7 +38,22 @@ URLS = {
     f"http://me:{SECRET}@@host/": f"http://me:{MASK}@host/",
     f"https://host/judge?api_key={SECRET}&x=1": f"https://host/judge?api_key={MASK}&x=1",
     f"see http://a:{SECRET}@b and http://c:{SECRET}@d.": f"see http://a:{MASK}@b and http://c:{MASK}@d.",
+    f"http:/me:{SECRET}@host/a": f"http:/me:{MASK}@host/a",  # as pathlib writes it
+    f"http://{SECRET}@host/a and https://{SECRET}@h": f"http://{MASK}@host/a and https://{MASK}@h",
+    f"https://me:a/{SECRET}@host/a@b": f"https://me:{MASK}@host/a@b",
+    f"s3://AKIAIOSFODNN7EXAMPLE:a/{SECRET}@bucket": f"s3://AKIA{MASK}:{MASK}@bucket",
+    f"at me:{SECRET}@host:8000": f"at me:{MASK}@host:8000",
+    f"http://h/?auth={SECRET}&X-Amz-Credential={SECRET}#token={SECRET}": f"http://h/?auth={MASK}&X-Amz-Credential={MASK}#token={MASK}",
     f"token {TOKEN} there": f"token hf_{MASK} there",
+    "AKIAIOSFODNN7EXAMPLE": f"AKIA{MASK}",
+    "a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmN": f"a eyJ{MASK}",
+    **{
+        f"{service}{'a1B2' * 9}": f"{service}{MASK}"
+        for service in ("github_pat_", "glpat-", "xoxb-", "nvapi-", "gsk_", "r8_", "pypi-AgE", "AIza", "sk-", "ghp_")
+    },
+    "r8_alpha16_dropout_05_long_name": "r8_alpha16_dropout_05_long_name",
+    "git@host.com:2/a b:c@d ratio 3:4@5": "git@host.com:2/a b:c@d ratio 3:4@5",
+    "pypi-publish-workflow-name": "pypi-publish-workflow-name",
     "http://host:8000/a:b@c": "http://host:8000/a:b@c",
     "a: b@c, http://host/?page=2": "a: b@c, http://host/?page=2",
 }
@@ -88,6 +111,46 @@ def test_a_refused_secret_is_not_quoted() -> None:
         training_arguments("sft", RunConfig(**{"model": {"path": "m"}, "output_dir": "o", "training": {"hub_token": [SECRET]}}))
     assert SECRET not in str(caught.value)
     assert masked_argument("--data=x") == "--data=x" and masked_argument(f"a.api_key={SECRET}") == f"a.api_key={MASK}"
+
+
+KEYS = "AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID x-api-key private_key access_key token a.token passphrase cookie credentials"
+
+
+@pytest.mark.parametrize("key", KEYS.split())
+def test_secrets_by_their_keys(key: str) -> None:
+    for value in (SECRET, [SECRET], {"a": SECRET}):
+        assert masked(value, key) == MASK and masked({key: value, "b": 1}) == {"b": 1}
+    for text in (f"{key}: {SECRET}", f"a={{{key}: {{b: {SECRET}}}}}", f"{key}: 'a {SECRET}'", f"{key}: [a, {SECRET}]"):
+        assert SECRET not in masked_argument(text) and key in masked_argument(text)
+
+
+def settings_of(cls: Any) -> Iterator[str]:
+    """The names of its fields and of those of the configs in them."""
+    types = typing.get_type_hints(cls)
+    names = cls.model_fields if issubclass(cls, BaseModel) else [field.name for field in dataclasses.fields(cls)]
+    for name in names:
+        yield name
+        for inner in _type_args(types[name]):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from settings_of(inner)
+
+
+def test_of_all_settings_only_secrets_are_masked() -> None:
+    names = {name for cls in (RunConfig, *(verb.config_class for verb in VERBS.values())) for name in settings_of(cls)}
+    assert len(names) > 200
+    assert {name for name in names if masked("a", name) == MASK} == {"api_key", "hub_token", "push_to_hub_token"} & names
+    assert not {name for name in names if masked_argument(f"training.{name}: a") != f"training.{name}: a"} - {
+        "api_key",
+        "hub_token",
+        "push_to_hub_token",
+    }
+
+
+@pytest.mark.parametrize("words", ["--hub_token {}", "--hub_token={}", "'training.hub_token: {}'", "'training.hub_token={{a: {}}}'"])
+def test_a_token_in_a_wrong_place_is_not_shown(words: str) -> None:
+    run = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o", "--print-config"]
+    result = CliRunner().invoke(app, [*run, *shlex.split(words.format(SECRET))])
+    assert result.exit_code == 2 and SECRET not in result.output and MASK in result.output
 
 
 def test_tokens_of_text_are_no_secrets() -> None:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 MASK = "********"
-NAMES = r"(?:(?:hub|hf|auth|access|bearer)_?token|api_?key|secret(?:_?key)?|password|passwd|authorization)"
-SECRET_KEY = re.compile(rf"(?:^|[._-]){NAMES}$", re.IGNORECASE)
-ASSIGNED = re.compile(rf"({NAMES}['\"]?\s*[:=]\s*)[^\s,}}]+", re.IGNORECASE)  # within a value in YAML
-PASSWORD = re.compile(r"(?<=://)([^\s/@:?#]*):[^\s/?#]+@")  # of a URL; it may hold an @
-PARAMETER = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|signature|sig)=)[^&\s#'\"]+", re.IGNORECASE)
-TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|Bearer )[\w.-]{16,}")
+NAMES = (
+    r"(?:(?:hub|hf|auth|access|bearer|session|security|refresh)[_-]?token|(?:api|private|access)[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?"
+    r"|password|passwd|passphrase|authorization|cookies?|credentials?)"
+)
+SECRET_KEY = re.compile(rf"(?:^|[._-]){NAMES}$|(?:^|\.)token$", re.IGNORECASE)
+ASSIGNED = re.compile(  # within a value in YAML
+    rf"((?:{NAMES}|(?<!\w)token)['\"]?\s*[:=]\s*)(?:\{{[^}}]*}}?|\[[^\]]*]?|'[^']*'?|\"[^\"]*\"?|[^\s,}}]+)", re.IGNORECASE
+)
+PASSWORD = re.compile(r"(?<=:/)(/?[^\s/@:?#]*):(?:[^\s/?#]+|(?!\d+/)[^\s?#@]+)@")  # of a URL, which pathlib may have folded to http:/
+USER = re.compile(r"(\bhttps?:/{1,2})[^\s/@:?#]+@", re.IGNORECASE)
+OF_HOST = re.compile(r"(?<![\w/:.+-])([\w.+-]+):[^\s/@]+@(?=[\w.-]+:\d)")  # user:password@host:port
+PARAMETER = re.compile(r"([?&#][\w.-]*(?:token|key|secret|password|signature|sig|auth|credential)=)[^&\s#'\"]+", re.IGNORECASE)
+TOKEN = re.compile(
+    r"\b(?:(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|pypi-AgE|Bearer )[\w.-]{16,}|(AIza)[\w-]{30,}"
+    r"|(gsk_|r8_)[A-Za-z0-9]{30,}|(A[KS]IA)[A-Z0-9]{16}\b|(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+)
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
@@ -20,25 +31,23 @@ CONTROL = re.compile(
 
 def masked_text(text: str) -> str:
     """The text without the passwords of its URLs and without the tokens of known services."""
-    return TOKEN.sub(rf"\1{MASK}", PARAMETER.sub(rf"\1{MASK}", PASSWORD.sub(rf"\1:{MASK}@", text)))
+    for pattern, shown_instead in ((PASSWORD, rf"\1:{MASK}@"), (USER, rf"\1{MASK}@"), (OF_HOST, rf"\1:{MASK}@"), (PARAMETER, rf"\1{MASK}")):
+        text = pattern.sub(shown_instead, text)
+    return TOKEN.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
 
 
 def masked(value: Any, key: str = "") -> Any:
     """The value of a setting, which may hold others, without secrets: those in texts, and settings such as `api_key`, which mappings then
     lack: a run that reads them takes its own, or none."""
-    if _is_secret(key, value):
+    if value and SECRET_KEY.search(key):
         return MASK
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {name: masked(item) for name, item in value.items() if not _is_secret(str(name), item)}
+        return {name: masked(item) for name, item in value.items() if not (item and SECRET_KEY.search(str(name)))}
     if isinstance(value, list | tuple):
         return type(value)(masked(item) for item in value) if type(value) in (list, tuple) else value
     return masked_text(value) if isinstance(value, str) else value
-
-
-def _is_secret(key: str, value: Any) -> bool:
-    return bool(value) and not isinstance(value, Mapping) and SECRET_KEY.search(key) is not None
 
 
 def masked_argument(argument: str) -> str:
@@ -59,3 +68,20 @@ def shown(text: str) -> str:
     """A text for a terminal: without secrets, and with control characters (escape sequences, NUL, changes of direction) as `\\uXXXX`.
     Line ends and tabs stay."""
     return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 0x10000 else f"\\U{ord(found[0]):08x}", masked_text(text))
+
+
+def shell_line(words: Iterable[str]) -> str:
+    """Words as a command line for bash, which also holds control characters without showing them: as bytes in `$'...'`."""
+    return " ".join(map(_quoted, words))
+
+
+def _quoted(word: str) -> str:
+    if not CONTROL.search(word) and "\n" not in word:
+        return shlex.quote(word)
+    escaped = re.sub(r"[\\']", r"\\\g<0>", word)
+    return "$'" + re.sub(rf"{CONTROL.pattern}|\n", lambda found: "".join(f"\\x{byte:02x}" for byte in _bytes(found[0])), escaped) + "'"
+
+
+def _bytes(character: str) -> bytes:
+    """Of a character as in a file's name, where half of one stands for a byte that is not UTF-8."""
+    return character.encode("utf-8", "surrogateescape" if "\udc80" <= character <= "\udcff" else "surrogatepass")

@@ -188,6 +188,8 @@ def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], 
             "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is not valid. It should be a valid integer.",
         ),
         (["--config", "absent.yaml"], {}, "absent.yaml: cannot be read"),
+        (["--model", "m", "--output", "o", "--data", "a" * 5000], {}, f"{'a' * 60}...: the name of the file is too long"),
+        (["--model", "m", "--output", "a" * 5000, "--data", "d"], {}, f"{'a' * 60}...: the name of the file is too long"),
         (["--recipe", "absent"], {}, "there is no recipe 'absent'"),
     ],
 )

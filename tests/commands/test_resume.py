@@ -40,6 +40,8 @@ def test_a_changed_rate_acts_and_the_folder_says_from_when(run, tmp_path):
     card = (tmp_path / "out/model/README.md").read_text()
     assert "`learning_rate=0.0001` until step 2" in card and "`weight_decay=0.0` until step 2" in card
     shutil.rmtree(tmp_path / "out/checkpoint-4")
+    finished = unmask(*run, "--resume", "training.max_steps=2", "training.learning_rate=1e-3").output
+    assert "was 0.0001, now 0.001: no step follows" in finished and "takes effect" not in finished
     assert unmask(*run, "--resume").exit_code == 0  # back to the first rate, and without the change of a lost step
     assert "until step" not in (tmp_path / "out/config.yaml").read_text()
 
@@ -89,6 +91,22 @@ def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):
     assert equal(weights(load(tmp_path / "out/model")), straight)
 
 
+def test_a_stream_may_be_renamed_but_not_edited(model, tmp_path):
+    rows = [{"text": "1+2=3 " * 9}, {"text": "3400=34 " * 9}] * 9
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    settings = [*QUICK, *FOUR, "data.streaming=true", "training.max_length=16"]
+    run = ["pretrain", "--model", model, *settings, "--output", tmp_path / "out", "--data"]
+    assert unmask(*run, tmp_path / "rows.jsonl").exit_code == 0
+    straight = weights(load(tmp_path / "out/model"))
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    (tmp_path / "edited.jsonl").write_text(lines(*rows, rows[0]))
+    assert_refused(unmask(*run, tmp_path / "edited.jsonl", "--resume"), "data.file_contents", "bytes, content")
+    shutil.move(tmp_path / "rows.jsonl", tmp_path / "renamed.jsonl")
+    resumed = unmask(*run, tmp_path / "renamed.jsonl", "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert equal(weights(load(tmp_path / "out/model")), straight)
+
+
 def test_there_is_nothing_to_resume_in_a_mistyped_folder(run, tmp_path):
     assert_refused(unmask(*run[:-1], tmp_path / "uot", "--resume"), "uot", "nothing to resume", "without --resume")
     assert not (tmp_path / "uot").exists()
@@ -116,6 +134,8 @@ def test_a_conversion_changes_its_rate_and_its_finished_stages_keep_theirs(model
     assert resumed.exit_code == 0, (resumed.output, resumed.exception)
     rates = [line["learning_rate"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "learning_rate" in line]
     assert rates == pytest.approx([5e-4] * 6 + [1e-3] * 2)
+    assert "takes effect from here on" in resumed.output
+    assert "now 0.002: no step follows" in unmask(*run, "--resume", "training.learning_rate=2e-3").output
     card = (tmp_path / "out/model/README.md").read_text()
     first, second = (line for line in card.splitlines() if line.startswith("- convert"))
     assert "`learning_rate=0.0005`" in first and "until" not in first

@@ -86,7 +86,9 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
         (tmp_path / name / "file").write_text("x")
     for name in ("stage-plan.md", "stage-3", "training_logs.json", "completions.jsonl"):
         (tmp_path / name).write_text("x")
+    (tmp_path / "checkpoint-99").symlink_to(tmp_path / "stage-photos")
     forget_earlier_run(tmp_path)
+    assert (tmp_path / "stage-photos/file").exists()
     left = ["checkpoint-of-mine", "my-stage-2", "stage-2-old", "stage-3", "stage-photos", "stage-plan.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
@@ -112,6 +114,18 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     assert_refused(result, "out", "not empty", "--overwrite")
     assert [path.name for path in output.iterdir()] == ["precious.txt"]
     assert (output / "precious.txt").read_text() == "results"
+
+
+@pytest.mark.parametrize("inside", ["model", "checkpoint-2/deep", "new", "link"])
+def test_an_output_folder_inside_that_of_another_run_is_refused(inside, model, tmp_path):
+    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=2", "--output"]
+    assert unmask(*run, tmp_path / "out").exit_code == 0
+    (tmp_path / "link").symlink_to(tmp_path / "out/checkpoint-2")
+    output = tmp_path / "link" if inside == "link" else tmp_path / "out" / inside
+    before = sorted((tmp_path / "out").rglob("*"))
+    assert_refused(unmask(*run, output, "--overwrite"), f"is inside the folder of another run, {tmp_path / 'out'}", "outside of it")
+    assert sorted((tmp_path / "out").rglob("*")) == before
+    assert unmask(*run, tmp_path / "out", "--overwrite").exit_code == 0
 
 
 def assert_refused(result: Any, *words: str) -> None:

@@ -21,6 +21,7 @@ from unmask.artifacts import MetricsLog
 from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
+from unmask.redaction import CONTROL
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -77,6 +78,57 @@ def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
     shown = {str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss")) for run in found}
     assert shown == {"a/b/c/d/e": (3, 1.0), "malformed": (0, None), "of other lines": (3, 1.0), "without a step": (0, 1.0)}
     assert len(found) == 4
+
+
+DEEP, DIGITS = "[" * 100_000, "9" * 5000
+ODD_MANIFESTS = [
+    *({"verb": verb} for verb in (None, 5, ["sft"], {})),
+    *({"state": state} for state in ({}, [], None, 3)),
+    *({"processes": processes} for processes in ("2", None, [], -1)),
+    *({"steps": steps} for steps in ({"a": 1}, "x")),
+    *({"command": command} for command in (None, 3, "unmask 'sft", "")),
+    *({"error": error, "state": "failed"} for error in (3, {})),
+]
+ODD_LOGS = [
+    b"[1]",
+    b"null",
+    b'{"loss": 1}',
+    b"\xff",
+    b'{"step": 1, "loss": %s}' % (b"9" * 400),
+    f'{{"step": {DIGITS}}}'.encode(),
+    DEEP.encode(),
+]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "log"),
+    [
+        *((json.dumps({"verb": "sft", "state": "interrupted", **odd}), "") for odd in ODD_MANIFESTS),
+        *((text, "") for text in (DEEP, f'{{"verb": {DIGITS}}}', "[1]", '{"verb": "sft", "state": "failed"}')),
+        *(('{"verb": "sft", "state": "running"}', log) for log in ODD_LOGS),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+@pytest.mark.filterwarnings("ignore:the (log of|run in) .* is left out:RuntimeWarning")
+def test_whatever_a_record_says_the_other_runs_are_listed(tmp_path, manifest, log):
+    for name, text in {"good": '{"verb": "sft", "command": "unmask sft"}', "odd": manifest}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(text)
+    (tmp_path / "odd/training_logs.json").write_text(f"{log}\n", errors="surrogateescape")
+    assert str(tmp_path / "good") in [run["folder"] for run in listed(tmp_path)]
+    shown = unmask("runs", tmp_path)
+    assert shown.exit_code == 0 and "good" in shown.output, shown.exception
+
+
+def test_a_printed_command_is_the_real_one_although_control_characters_are_not_printed(tmp_path):
+    words = ["sft", "--output", "o\x1b[2J\u202e'a\n", "training.run_name=\\u001b"]
+    (tmp_path / "manifest.json").write_text(json.dumps({"verb": "sft", "state": "failed", "command": shlex.join(["unmask", *words])}))
+    printed = unmask("runs", tmp_path).output.splitlines()[-1]
+    assert not CONTROL.search(printed) and printed.startswith("unmask sft")
+    read = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {printed}"], env={"LC_ALL": "C.UTF-8"}, capture_output=True, check=True, text=True
+    )
+    assert read.stdout.split("\0")[:-1] == ["unmask", *words, "--resume"]
 
 
 def test_a_full_disk_is_one_error_although_the_state_cannot_be_written(model, tmp_path, monkeypatch):

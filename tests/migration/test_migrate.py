@@ -268,3 +268,15 @@ def test_a_field_that_begins_with_no_keeps_its_name_and_a_temperature_of_zero_is
     assert found.config["training"]["temperature"] > 0 and any(
         change.old == "GRPO_TEMPERATURE" and change.what == "dropped" for change in found.changes
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    {
+        "old.yaml": "model_path: x\nhub_token: hunter2\nwandb_api_key: hunter2\nnum_generations: 4\n",
+        "old.sh": "export HF_TOKEN=hunter2\nexport VLLM_SERVER_HOST=u:hunter2@h:8000\nexport GRPO_NUM_GENERATIONS=4\n",
+    }.items(),
+)
+def test_secrets_of_an_old_configuration_are_not_shown(name, text, tmp_path):
+    called = unmask("migrate", *write(tmp_path, {name: text}), "--output", tmp_path / "new.yaml")
+    assert "hunter2" not in called.output + called.stderr and "********" in called.stderr, called.stderr

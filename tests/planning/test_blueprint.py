@@ -38,6 +38,12 @@ def test_facts_are_those_of_the_loaded_model(tmp_path: Path) -> None:
     assert blueprint.workload(None, 8, 1, None).attention == "block_causal"
 
 
+def test_a_size_that_no_model_has_is_an_error(tmp_path: Path) -> None:
+    blueprint = saved(tmp_path, LlamaConfig(**CONFIGURATIONS["llama"].to_dict() | {"hidden_size": 10**30}))
+    with pytest.raises(ModelError, match="cannot build the model"):
+        blueprint.facts()
+
+
 @pytest.mark.parametrize(
     ("room", "words"), [(0, f"full: they grow from {VOCABULARY} to {VOCABULARY + 1} rows"), (3, "no: 19 rows have room")]
 )

@@ -63,6 +63,53 @@ def test_a_file_that_raises_is_told(tmp_path):
         load_function(f"{tmp_path}/leaves.py:f")
 
 
+ORDINARY = """
+from __future__ import annotations
+import dataclasses, pickle
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+@dataclasses.dataclass
+class Length:
+    value: int
+def length(text): return Length(len(text))
+def f(completions):
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return [pickle.loads(pickle.dumps(each)).value for each in pool.map(length, completions)]
+"""
+
+
+def test_a_file_may_have_dataclasses_and_pickle_what_it_defines(tmp_path):
+    """Loaded twice, as by two rewards of one file, and without hiding a module of its name."""
+    path = tmp_path / "lengths.v2.py"
+    path.write_text(ORDINARY)
+    for function in [load_function(f"{path}:f") for _ in range(2)]:
+        assert function(["ab", "c"]) == [2, 1]
+    assert not {"lengths", "lengths.v2"} & {*sys.modules}
+    worker = Worker(f"{path}:f")
+    assert worker.apply((["ab", "c"],), {}, 60) == [2, 1]
+    worker.close()
+
+
+@pytest.mark.parametrize("helper", ["my_helper.py", "my_helper/__init__.py"])
+@pytest.mark.parametrize("target", ["{}/uses.py:f", "uses:f"])
+def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(tmp_path, monkeypatch, target, helper):
+    (tmp_path / "my_helper").mkdir()
+    (tmp_path / helper).write_text("NUMBER = 7")
+    (tmp_path / "uses.py").write_text("import my_helper\nimport absent_module\ndef f(): return my_helper.NUMBER")
+    monkeypatch.chdir(tmp_path)
+    target, way_out = target.format(tmp_path), f"PYTHONPATH={tmp_path}"
+    with pytest.raises(ConfigError, match=r"No module named 'my_helper'.*PYTHONPATH=.*package") as caught:
+        load_function(target)
+    assert way_out in caught.value.remedy
+    with pytest.raises(WorkerError, match=way_out):
+        Worker(target).start()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="absent_module") as caught:
+        load_function(target)
+    assert "PYTHONPATH" not in caught.value.remedy
+    sys.modules.pop("my_helper")
+
+
 def test_calls_are_answered_by_one_other_process(path):
     worker = Worker(f"{path}:where")
     first = worker.apply((), {}, 60)

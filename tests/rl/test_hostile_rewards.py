@@ -62,7 +62,7 @@ def test_a_signal_while_a_reward_is_computed_ends_the_run_and_no_call_is_repeate
 
     stopped = threading.Event()
     rewards = Rewards([signalled])
-    with pytest.raises(RunStopped, match=f"stopped by {number.name} at once"), StopOnSignal(tmp_path):
+    with pytest.raises(RunStopped, match=f"stopped by {number.name} at once"), StopOnSignal(tmp_path, resumes=False):
         rewards(ROWS, TEXTS, IDS)
     stopped.set()
     assert calls == [TEXTS]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
@@ -31,6 +31,9 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
         RewardModel(str(tmp_path))
     with pytest.raises(ModelError, match="no such folder"):
         RewardModel(f"{tmp_path}/absent")
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"the weights lack score\.weight"):
+        RewardModel(str(tmp_path))
     LlamaConfig(**{**config.to_dict(), "num_labels": 1, "hidden_size": 12}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="no sequence classifier"):
         RewardModel(str(tmp_path))

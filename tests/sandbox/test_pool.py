@@ -47,6 +47,18 @@ def test_what_comes_of_a_program(pool, program, asserts, expected):
     assert found.detail == expected.detail
 
 
+def test_a_program_may_pickle_its_classes_and_postpone_annotations(pool):
+    program = """
+from __future__ import annotations
+import copy, dataclasses, pickle
+@dataclasses.dataclass
+class Number:
+    value: int
+def f(x): return copy.deepcopy(pickle.loads(pickle.dumps(Number(x)))).value
+"""
+    assert outcome_of(pool, program, "assert f(3) == 3") == Outcome("ok", 1, 1)
+
+
 def test_objects_of_a_candidate_can_be_made_used_and_handed_back(pool):
     program = """
 class Node:

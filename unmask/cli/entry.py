@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -40,6 +41,11 @@ class Commands(TyperGroup):
                 raise
             if first_to_report() or not isinstance(error, LostProcessError):
                 typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG or ctx.obj:
+                raise
+            typer.echo(f"error: {shown(str(error.filename)[:60])}...: the name of the file is too long. Check the path.", err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():

@@ -9,6 +9,7 @@ from unmask.commands.verbs import VERBS
 from unmask.config.base import Config
 from unmask.config.run import DataConfig, LoraSettings, ModelConfig, SamplerConfig
 from unmask.errors import ConfigError
+from unmask.redaction import masked_argument
 
 SECTIONS: dict[str, type[Config]] = {"data": DataConfig, "model": ModelConfig, "sampler": SamplerConfig, "lora": LoraSettings}
 
@@ -32,7 +33,7 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
     place = next(at for at, word in enumerate(args) if word.partition("=")[0] == option)
     following = [word for word in args[place + 1 : place + 2] if not word.startswith("--")]
     value = args[place].partition("=")[2] or next(iter(following), "VALUE")
-    raise ConfigError("is a setting, not an option", where=option, remedy=f"Write `{section}.{name}={value}`")
+    raise ConfigError("is a setting, not an option", where=option, remedy=f"Write `{masked_argument(f'{section}.{name}={value}')}`")
 
 
 def _section_of(verb: str, name: str) -> str | None:

@@ -165,7 +165,9 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
 def forget_earlier_run(output: Path) -> None:
     """Remove the checkpoints, metrics and samples of a run that is overwritten: a later resume must not find them."""
     for path in output.glob("*-*"):
-        if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
+        if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_symlink():
+            path.unlink()
+        elif re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
     for name in (LOG_NAME, COMPLETIONS_FILE):
         (output / name).unlink(missing_ok=True)

@@ -13,13 +13,14 @@ from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
+from unmask.errors import TrainingError
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.resume.fingerprints import file_fingerprints
 from unmask.training.resume.record import RunRecord
 
-MANIFEST = "manifest.json"
+MANIFEST, CONFIG = "manifest.json", "config.yaml"
 ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
 """Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
 
@@ -31,7 +32,7 @@ def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
     if config.data.streaming and config.data.train is not None:
         train = config.data.train
         paths = [train] if isinstance(train, str) else [source.path for source in train]
-        settings["data.files"] = file_fingerprints(paths), OnResume.OTHER
+        settings["data.file_contents"] = file_fingerprints(paths), OnResume.OTHER
     return settings
 
 
@@ -55,11 +56,14 @@ class RunFolder:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends.
 
         Raises:
-            TrainingError: another run is here, or was here since the folder was checked; or there is none to resume.
+            TrainingError: another run is here, or in a folder around it, or was here since the folder was checked; or there is none to
+                resume.
             ConfigError: the settings would make another run than the one to resume.
         """
         if self.resume is True:
             refuse_nothing(self.path)
+        if not self.in_place:
+            _refuse_inside(self.path)
         with alone_in(self.path), contextlib.ExitStack() as stack:
             stack.push(self._end)
             check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
@@ -89,7 +93,7 @@ class RunFolder:
             changes=record.changes,
         )
         if self.args.should_save:
-            write_atomic(self.path / "config.yaml", "".join(changes) + yaml)
+            write_atomic(self.path / CONFIG, "".join(changes) + yaml)
             self._write_state("running")
 
     def finish(self) -> None:
@@ -107,3 +111,11 @@ class RunFolder:
     def _write_state(self, state: str, **more: str) -> None:
         if self._manifest and self.args.should_save:
             write_json(self.path / MANIFEST, self._manifest | {"state": state, **more})
+
+
+def _refuse_inside(path: Path) -> None:
+    """Raise TrainingError for a folder inside that of another run, whose checkpoints and model it could be."""
+    for parent in path.resolve().parents:
+        if all((parent / name).is_file() for name in (MANIFEST, CONFIG)):
+            remedy = "Choose an output folder outside of it (--output)"
+            raise TrainingError(f"is inside the folder of another run, {parent}", where=str(path), remedy=remedy)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import shlex
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +16,9 @@ from unmask.errors import DataError, first_line
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
+
+TYPES: dict[str, type] = {"verb": str, "state": str, "command": str, "processes": int, "steps": int, "error": str}
+"""The entries of a manifest that are shown."""
 
 
 def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
@@ -34,18 +37,26 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _describe(path: Path) -> dict[str, Any] | None:
-    """A run by its manifest; None for a manifest of something else."""
+    """A run by its manifest; None for a manifest of something else, or one that cannot be read."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         verb = manifest["verb"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    odd = [name for name, kind in TYPES.items() if not isinstance(manifest.get(name, kind()), kind)]
+    try:
+        words = [] if odd else shlex.split(manifest.get("command", verb))
+    except ValueError:  # an open quote
+        odd = ["command"]
+    if odd:
+        warnings.warn(f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged", RuntimeWarning, stacklevel=3)
         return None
     folder = path.parent
     state = manifest.get("state", "finished")  # earlier versions wrote it at the end
     if state != "finished":
         state = "running" if is_running(folder) else "interrupted" if state == "running" else state
     lines = _read_log(folder / LOG_NAME)
-    command = resume_command(shlex.split(manifest.get("command", verb)), manifest.get("processes", 1))
+    command = resume_command(words, manifest.get("processes", 1))
     metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
     return {
         "folder": str(folder),
@@ -63,13 +74,13 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log. One that cannot be read hides no other run: it is named in a warning."""
     try:
         return [line for line in MetricsLog(path).read() if isinstance(line, dict)] if path.is_file() else []
-    except (DataError, OSError, ValueError) as error:
+    except (DataError, OSError, ValueError, RecursionError) as error:
         warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", RuntimeWarning, stacklevel=3)
         return []
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def as_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, did_you_mean
+from unmask.redaction import masked_argument
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODES = RECIPES / "modes"
@@ -99,9 +100,8 @@ def read_layers(
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            raise ConfigError(
-                f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4"
-            )
+            what = f"{masked_argument(override)!r} is not KEY=VALUE"
+            raise ConfigError(what, where="command line", remedy="Write for example training.learning_rate=1e-4")
         layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
     for layer in layers:

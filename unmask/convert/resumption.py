@@ -22,7 +22,7 @@ class StageResumption(Resumption):
         recorded = read_record(checkpoint)
         self.changed = self.record.changed_since(recorded) if recorded else {}
 
-    def show_changes(self) -> None:
+    def show_changes(self, max_steps: int) -> None:
         """`ConvertTrainer` prints them."""
 
     def changes_in_card(self) -> list[dict[str, Any]]:

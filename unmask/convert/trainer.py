@@ -241,7 +241,7 @@ class ConvertTrainer:
         checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
         self.found.clear()
         if checkpoint is not None and self.args.should_save:
-            self.run_record.show(self.changed, self.resumed_step)
+            self.run_record.show(self.changed, self.resumed_step, self.ends[-1])
         with alone_in(self.args.output_folder):
             self._train(resume_from_checkpoint or False, checkpoint)
 

@@ -17,6 +17,7 @@ from unmask.errors import ConfigError
 from unmask.migration.files import read_old
 from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
+from unmask.redaction import masked
 
 NEEDED = {"model.path": "--model PATH", "output_dir": "--output DIR"}
 """Required settings, and the options that set them."""
@@ -55,7 +56,7 @@ class Migration(NamedTuple):
     def table(self) -> list[tuple[str, str, str, str]]:
         """Rows of key, outcome, settings and reason; unchanged ones are left out unless they have a reason."""
         return [
-            (f"{change.old} = {change.value}" if change.old else "", change.what, change.new, change.why)
+            (f"{change.old} = {masked(change.value, change.old)}" if change.old else "", change.what, change.new, change.why)
             for change in self.changes
             if change.what != "kept" or change.why
         ]
@@ -118,7 +119,7 @@ def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Set
         except DroppedError as error:
             yield Change(key, value, "dropped", "", str(error)), {}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            what = f"{value!r} is not valid in {form.title}"
+            what = f"{masked(value, key)!r} is not valid in {form.title}"
             raise ConfigError(what, where=key, remedy="Correct it there, or remove it") from error
         else:
             yield _change(key, value, found, rule), found

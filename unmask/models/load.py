@@ -26,7 +26,7 @@ from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.family import Family
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
-from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_pickled, weight_files
+from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -298,8 +298,7 @@ def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, option
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
             module.support_avx512bf16_for_cpu = False
-    if info["missing_keys"]:  # transformers would initialise them
-        raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
+    refuse_missing(info, where, remedy)
     if family:
         if info["unexpected_keys"]:
             unknown = ", ".join(sorted(info["unexpected_keys"]))

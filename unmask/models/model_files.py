@@ -94,6 +94,12 @@ def refuse_pickled(where: str, revision: str | None = None) -> None:
             raise ModelError(f"{SAFE_WEIGHTS_INDEX_NAME} names {shard!r}, no safetensors file beside it", where=where, remedy=remedy)
 
 
+def refuse_missing(loading_info: Mapping[str, Any], where: str, remedy: str) -> None:
+    """Raise ModelError if weights were missing: transformers initialises them with random numbers. `loading_info` is from_pretrained's."""
+    if missing := loading_info["missing_keys"]:
+        raise ModelError(f"the weights lack {', '.join(sorted(missing))}", where=where, remedy=remedy)
+
+
 def weight_files(where: str, revision: str | None = None) -> list[str]:
     """The names of the weight files: those of the index if there is one."""
     with reading("cannot load the weights", where, "Give a causal language model with safetensors weights"):

@@ -23,11 +23,11 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from unmask.config.run import AttentionName, ModelConfig
-from unmask.errors import ConfigError, ModelError, first_line
+from unmask.errors import ConfigError
 from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_modules, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
-from unmask.models.model_files import read_config, read_tokenizer
+from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.planning.cost_model import Network, Workload
 
 DEFAULT_LENGTH = 512
@@ -159,11 +159,8 @@ class Blueprint:
 
 def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
     """Build the architecture of a config; inside a FakeTensorMode it takes no memory. Raises ModelError unless it is a causal model."""
-    try:
+    with reading("cannot build the model", config.model_type, "Give a causal language model"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
-    except ValueError as error:
-        what = f"cannot build the model ({first_line(error)})"
-        raise ModelError(what, where=config.model_type, remedy="Give a causal language model") from error
 
 
 def is_tied(model: Any) -> bool:

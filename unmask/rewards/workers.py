@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import importlib
 import inspect
+import itertools
 import math
 import os
 import signal
@@ -25,6 +26,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
@@ -35,6 +37,8 @@ from unmask.sandbox.launch import POLL_SECONDS, usage_of
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
 """Time limit of a new process for importing the function."""
+LOADED = itertools.count()
+"""Numbers the modules of files: one that is loaded again, as for a second function, hides none of its classes."""
 
 
 class WorkerError(UnmaskError):
@@ -82,10 +86,7 @@ def load_function(target: str) -> Callable[..., Any]:
     source, _, name = target.rpartition(":")
     try:
         if source.endswith(".py"):
-            spec = spec_from_file_location(Path(source).stem, source)
-            assert spec and spec.loader
-            module = module_from_spec(spec)
-            spec.loader.exec_module(module)
+            module = _load_file(Path(source))
         else:
             with current_folder_last(source):
                 module = importlib.import_module(source)
@@ -95,7 +96,29 @@ def load_function(target: str) -> Callable[..., Any]:
         return function
     except (Exception, SystemExit) as error:  # user code
         what = f"cannot be imported ({type(error).__name__}: {error})"
-        raise ConfigError(what, where=target, remedy="Give package.module:function or path/to/file.py:function") from error
+        raise ConfigError(what, where=target, remedy=_way_out(source, error)) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module of a file, under a name that no import statement can give: dataclasses and pickle look there for what it defines."""
+    spec = spec_from_file_location(f"{path.stem} {next(LOADED)}".replace(".", " "), path)
+    assert spec and spec.loader
+    module = sys.modules[spec.name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:  # user code
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+def _way_out(source: str, error: BaseException) -> str:
+    """The remedy for a function that cannot be imported."""
+    folder = Path(source).parent.resolve() if source.endswith(".py") else Path.cwd()
+    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if missing and ((folder / missing).is_dir() or (folder / f"{missing}.py").is_file()):
+        return f"To import {missing} from beside it, set PYTHONPATH={folder}, or make both a package and give package.module:function"
+    return "Give package.module:function or path/to/file.py:function"
 
 
 class Worker:
@@ -202,7 +225,7 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
         if wrapper:
             function = load_function(wrapper)(function)
     except ConfigError as error:
-        pipe.send((True, error.what))
+        pipe.send((True, f"{error.what}. {error.remedy}"))
         return
     pipe.send((False, None))
     runner = asyncio.Runner()  # a single one, so that the clients and locks of async functions outlive a call

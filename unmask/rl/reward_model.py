@@ -12,7 +12,7 @@ from unmask.data.special_tokens import as_text, encode
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.chat_template import render_template
-from unmask.models.model_files import NO_CODE, read_config, read_tokenizer, reading, refuse_pickled
+from unmask.models.model_files import NO_CODE, read_config, read_tokenizer, reading, refuse_missing, refuse_pickled
 
 BATCH = 32
 
@@ -31,8 +31,10 @@ class RewardModel:
         refuse_pickled(path)
         with reading("no sequence classifier", path, "Give its folder or its name on the hub."):
             # None: the library's choice. The config's could be a kernel on a hub.
-            options = NO_CODE | {"use_safetensors": True, "attn_implementation": None}
-            self.model = AutoModelForSequenceClassification.from_pretrained(path, **options).to(device).eval()
+            options = NO_CODE | {"use_safetensors": True, "attn_implementation": None, "output_loading_info": True}
+            model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
+            refuse_missing(info, path, "Give the folder or the name of a trained sequence classifier")
+            self.model = model.to(device).eval()
         outputs = self.model.config.num_labels
         if outputs != 1:
             raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")

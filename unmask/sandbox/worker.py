@@ -139,7 +139,9 @@ class Candidate:
 
     def __init__(self, pipe, source):
         self.pipe, self.source = pipe, source
-        self.names = {"__name__": "candidate", "__builtins__": builtins}
+        self.module = sys.modules["candidate"] = type(sys)("candidate")  # where pickle and dataclasses look for its classes
+        self.names = vars(self.module)
+        self.names["__builtins__"] = builtins
         self.objects = []
 
     def run(self):

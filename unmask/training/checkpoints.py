@@ -9,19 +9,23 @@ weights of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.config.run import LOCK_FILE
-from unmask.errors import TrainingError
+from unmask.errors import TrainingError, first_line
 from unmask.training.durable.checkpoint_files import fault
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_log import LOG_NAME, SUMS_NAME, read_sums
 
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
 """What a run has left in a folder. dpo stores the reference's scores before all else."""
@@ -132,6 +136,20 @@ def check_parts(checkpoint: Path) -> None:
         if not (path := checkpoint / name).is_file():
             remedy = f"{DELETE}. With save_only_model no checkpoint has it: start a new run from its weights"
             raise TrainingError("is missing: the run would not be the same", where=str(path), remedy=remedy)
+    for path in (checkpoint / OPTIMIZER_NAME, checkpoint / SCHEDULER_NAME, *checkpoint.glob("rng_state*.pth")):
+        with _loading(path), safe_globals():
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors yet
+    with _loading(checkpoint / SUMS_NAME):
+        read_sums(checkpoint)
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Inside, whatever is raised is a TrainingError about this file."""
+    try:
+        yield
+    except Exception as error:  # user code: anybody's file
+        raise TrainingError(f"cannot be loaded ({first_line(error)})", where=str(path), remedy=DELETE) from error
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -170,7 +170,8 @@ def write_sums(checkpoint: Path, sums: Sums) -> None:
 def read_sums(checkpoint: Path) -> Sums:
     """The sums that `write_sums` saved; earlier versions of Unmask saved them under another name, or none."""
     path = next((path for name in (SUMS_NAME, "recorded.json") if (path := checkpoint / name).exists()), None)
-    return json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    stored = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    return {name: [float(total), float(count)] for name, (total, count) in stored.items()}
 
 
 def _everywhere(sums: Sums) -> Sums:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
@@ -94,6 +95,21 @@ def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_
     for resume in (True, str(tmp_path / "checkpoint-2")):
         with pytest.raises(TrainingError, match=rf"checkpoint-2.*{said}.*Delete this checkpoint"):
             checked_checkpoint(tmp_path, resume, in_shards=False)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "scheduler.pt", "metric_sums.json"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_part_that_is_listed_but_cannot_be_loaded_is_one_error(name, zipped, tmp_path):
+    make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
+    checkpoint = tmp_path / "checkpoint-2"
+    if name.endswith(".json"):
+        (checkpoint / name).write_text("[1]" if zipped else '{"loss": [1, "x"]}')
+    else:
+        torch.save(Path, checkpoint / name, _use_new_zipfile_serialization=zipped)  # a class, not data
+    files = [path for path in files_of(checkpoint) if path.name != checkpoint_files.FILE_LIST]
+    (checkpoint / checkpoint_files.FILE_LIST).write_text(json.dumps({"files": checkpoint_files.described(checkpoint, files)}))
+    with pytest.raises(TrainingError, match=rf"{name}: cannot be loaded.*Delete this checkpoint"):
+        make("sft", tmp_path, **SAVING).train(resume_from_checkpoint=True)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):

@@ -165,7 +165,7 @@ def test_fingerprints_of_rows_and_files(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 10**6)
     before = file_fingerprints([str(tmp_path), "owner/dataset"])
     (tmp_path / "a.txt").write_text("x" * 999_999 + "y")
-    assert [file["name"] for file in before] == ["a.txt"] and file_fingerprints([str(tmp_path / "a.txt")]) != before
+    assert [file["bytes"] for file in before] == [10**6] and file_fingerprints([str(tmp_path / "a.txt")]) != before
 
 
 def test_only_the_first_process_reads_the_rows(monkeypatch):

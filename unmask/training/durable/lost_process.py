@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import signal
 import sys
 import threading
@@ -22,7 +21,7 @@ import psutil
 from unmask.config.run import LOCK_FILE
 from unmask.console import first_to_report
 from unmask.errors import LostProcessError
-from unmask.redaction import masked_argument, shown
+from unmask.redaction import masked_argument, shell_line, shown
 
 LOOKS_EVERY, PATIENCE = 0.5, 10.0
 """Seconds between two looks at the other processes, and those that this one has to end by itself when one is lost."""
@@ -127,4 +126,4 @@ def command(argv: Sequence[str], processes: int = 1) -> str:
     start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
     program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
     launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
-    return f"{launched} {shlex.join(map(masked_argument, argv[start + 1 :]))}"
+    return f"{launched} {shell_line(map(masked_argument, argv[start + 1 :]))}"

@@ -96,9 +96,9 @@ def _of_other_types(value: Any) -> Any:
 
 
 def file_fingerprints(paths: Iterable[str]) -> list[dict[str, Any]]:
-    """The name, size and sampled content of local files, and of the files in folders. Names on the hub are left out."""
+    """The size and sampled content of local files, and of the files in folders, in order. Names on the hub are left out."""
     files = [file for path in map(Path, paths) if path.exists() for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    return [{"name": file.name, "bytes": file.stat().st_size, "sha256": _sampled(file)} for file in files if file.is_file()]
+    return [{"bytes": file.stat().st_size, "sha256": _sampled(file)} for file in files if file.is_file()]
 
 
 def _sampled(path: Path) -> str:

@@ -87,11 +87,12 @@ class RunRecord:
         whole = ROWS_PER_STEP not in changed and not self.values["training.dataloader_drop_last"]
         return OnResume.NEUTRAL if name in PARTS_OF_A_STEP and whole else self.kinds.get(name, OnResume.OTHER)
 
-    def show(self, changed: Mapping[str, Any], step: int) -> None:
-        """Print a line for each change."""
+    def show(self, changed: Mapping[str, Any], step: int, steps: int) -> None:
+        """Print a line for each change. `steps`: of the whole run, of which `step` are done."""
         for name, old in changed.items():
             line = f"resumed after step {step}: {self.named(name)} was {_shown(old)}, now {_shown(self.values[name])}"
-            show_line(f"{line}: {self.kind(name, changed)}")
+            kind = self.kind(name, changed)
+            show_line(f"{line}: {'no step follows' if kind is OnResume.ACTS and step >= steps else kind}")
 
     def write(self, folder: Path, reported: Mapping[str, Any], visited: Mapping[str, int] | None = None) -> None:
         """Save it in a checkpoint. `reported`: the settings that the model card shows. `visited`: see `StreamedRows`."""
@@ -127,7 +128,7 @@ def expect_visited(rows: Any, checkpoint: Path) -> None:
 def _shown(value: Any) -> str:
     """A value in a message: fingerprints are shortened."""
     if isinstance(value, dict) and "sha256" in value:
-        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['name']}, " if value.get("name") else ""
+        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['bytes']:,} bytes, " if "bytes" in value else ""
         return f"{rows}content {str(value['sha256'])[:8]}"
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))

@@ -70,10 +70,10 @@ class Resumption:
         self.changed = self.record.resume(checkpoint, step)
         expect_visited(self.trainer.train_dataset, checkpoint)
 
-    def show_changes(self) -> None:
-        """Print what was changed."""
+    def show_changes(self, max_steps: int) -> None:
+        """Print what was changed. `max_steps`: of the whole run."""
         if self.trainer.args.should_save:
-            self.record.show(self.changed, self.trainer.state.global_step)
+            self.record.show(self.changed, self.trainer.state.global_step, max_steps)
 
     def changes_in_card(self) -> list[dict[str, Any]]:
         """The changes of settings that affect the result: step, setting and earlier value."""
@@ -90,7 +90,7 @@ class Resumption:
         if OF_BEST_METRIC & self.changed.keys():
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
         if self.changed:
-            self.show_changes()
+            self.show_changes(max_steps)
 
     @contextlib.contextmanager
     def loading(self, checkpoint: Path) -> Iterator[None]:
