@@ -30,6 +30,7 @@ from unmask.rewards.symbolic import equivalent
         (r"864 \text{ inches}^2", r"864 \mbox{ inches}^2"), ("+5", "5"), (r"\frac{\pi}{4}\sqrt{3}", r"\frac{\pi\sqrt{3}}{4}"),
         (r"2\pi + 18", r"18+2\pi"), ("11,111,111,100", r"11,\! 111,\! 111,\! 100"), (r"\frac{1}{x+1}", r"\frac{1}{1+x}"),
         (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"), (r"\frac{n^2+n}{2}", r"\frac{n(n+1)}{2}"),
+        ("1+4n(2n+1)", "4n(2n+1)+1"), (r"\frac{3}{2\pi}", r"\frac{3}{2 \pi}"), (r"\frac{2(x+1)}{3}", r"\frac{2x+2}{3}"), (r"-\frac{3}{4}x", r"-\frac{3x}{4}"),
     ],
 )  # fmt: skip
 def test_results_in_other_forms_are_right(answer, reference):
@@ -49,7 +50,13 @@ def test_results_in_other_forms_are_right(answer, reference):
         (r"\sqrt{2}\sqrt{3}", r"\sqrt{6}"), (r"\sqrt{13}+2\sqrt{13}", r"3\sqrt{13}"), ("1e3", "1000"), ("2-3", "-1"), ("--3", "3"),
         ("|{-3}|", "3"), (r"3+\frac12", "3.5"), ("0.5/2", "0.25"), (r"\frac{\frac12}{2}", "0.25"), ("180-35", r"145^\circ"),
         (r"180^\circ-35^\circ", r"145^\circ"), (r"\lfloor 3.5\rfloor", "3"), ("i^2", "-1"), (r"\cos 0", "1"), ("x^{1+1}", "x^2"),
-        ("(x^2)^3", "x^6"),
+        ("(x^2)^3", "x^6"), (r"\frac{22+18a}{40}", r"\frac{11+9a}{20}"), (r"\frac{40000}{2\pi}", r"\frac{20000}{\pi}"), (r"\frac{12+18i}{2}", "6+9i"),
+        (r"\frac{4}{2x+6}", r"\frac{2}{x+3}"), ("5(x+1)-7y+11z-1=0", "5x-7y+11z+4=0"), ("y=2(x+1)+1", "y=2x+3"), ("4n(2n+1)+1", "8n^2+4n+1"),
+        ("x-(1-x)", "2x-1"), (r"\cot(x+\pi)", r"\cot x"), (r"-(-12\pi)", r"12\pi"), (r"(-12)(-\pi)", r"12\pi"), ("p-q+0", "p-q"), ("p-q+0p", "p-q"),
+        (r"-\begin{pmatrix}2\\3\end{pmatrix}", r"\begin{pmatrix}-2\\-3\end{pmatrix}"), (r"\frac{1}{4}\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix}1/4\\3/4\end{pmatrix}"),
+        (r"\begin{pmatrix}2\\0\end{pmatrix}+\begin{pmatrix}0\\3\end{pmatrix}", r"\begin{pmatrix}2\\3\end{pmatrix}"),
+        (r"\begin{pmatrix}0&1\\-1&0\end{pmatrix}^2", r"\begin{pmatrix}-1&0\\0&-1\end{pmatrix}"),
+        (r"\begin{pmatrix}0&1\\1&0\end{pmatrix}\begin{pmatrix}3\\2\end{pmatrix}", r"\begin{pmatrix}2\\3\end{pmatrix}"),
     ],
 )  # fmt: skip
 def test_what_is_still_to_be_computed_is_not(answer, reference):

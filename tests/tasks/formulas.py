@@ -33,6 +33,7 @@ def subformulas(formula: str) -> set[str]:
 
 
 def is_reference(formula: str, reference: str) -> bool:
-    """Whether a formula is the reference itself, apart from space, braces, thousands separators and a plus sign before it."""
+    """Whether a formula is the reference itself, apart from space, braces, thousands separators, a plus sign, and parentheses around it."""
     formula, reference = (re.sub(r"\\(?:[!,; ]|left|right|text)|[ ,${}]", "", text).removesuffix(".") for text in (formula, reference))
+    formula, reference = (re.sub(r"^\(([0-9]+|[A-Z])\)$", r"\1", text) for text in (formula, reference))
     return formula.removeprefix("+") == reference

@@ -13,7 +13,7 @@ from unmask.rewards import program
 from unmask.sandbox.isolation import Limits
 from unmask.sandbox.pool import Pool
 from unmask.tasks import get_rewards, get_task
-from unmask.tasks.code import names_in, program_in
+from unmask.tasks.code import _expected, names_in, program_in
 
 HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 
@@ -128,7 +128,7 @@ def test_a_table_of_what_mbpp_shows_does_not_pass():
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     assert paid_tables(rows[:30], "mbpp", "shown") == []
     assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 973  # all tests of one problem are the same
-    assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
+    assert sum(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"])) == 10  # the others expect one value
 
 
 def test_a_table_passes_the_published_protocol_which_is_no_reward():
@@ -151,7 +151,15 @@ def test_challenges_decide_too_and_a_single_test_is_not_shown():
     (row,) = get_task("mbpp").rows([("row 1", record)])
     assert row["prompt"] == '"""\nDouble.\nThe tests call f.\n"""\n' and row["tests"] == "\nassert f(1) == 2\n"
     (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4"]})])
-    assert row["tests"] == "\nassert f(2) == 4\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+    assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+    (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4", "assert f(3) == 6"]})])
+    assert row["tests"] == "\nassert f(2) == 4\nassert f(3) == 6\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+
+
+def test_seven_problems_of_mbpp_expect_one_value():
+    _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
+    expected = [{_expected(line) for line in row["tests"].splitlines() if line.startswith("assert")} for row in rows]
+    assert [at for at, values in enumerate(expected, start=1) if len(values) == 1] == [37, 203, 339, 667, 674, 816, 899]
 
 
 def test_no_test_compares_a_candidate_with_itself():

@@ -31,3 +31,27 @@ def test_the_number_of_gsm8k(text, status):
 def test_fractions_are_in_lowest_terms(answer, text, solved):
     (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many?", "answer": f"#### {answer}"})])
     assert get_task("gsm8k").verify(text, row).solved == solved
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("#### 18 dollars", "ok"), ("18 dollars", "ok"), (r"\$18", "ok"), ("**18**", "ok"), ("####  **18**", "ok"), (r"so \boxed{18}.", "ok"), (r"<answer>\boxed{18}</answer>", "ok"),
+        (r"<answer>$\boxed{18}$</answer>", "ok"), ("x=18", "ok"), ("#### $x = 18$", "ok"), ("#### 18\n\nQuestion: And then?\nAnswer: 5\n#### 5", "ok"), ("####\n18\n", "ok"),
+        ("#### 17\n#### 18", "wrong"), ("#### 17\n\\boxed{18}", "wrong"), (r"\boxed{36/2}", "wrong"), ("x=17", "wrong"), ("#### 17 dollars", "wrong"),
+        ("The answer is 18", "malformed"), ("18 cents", "malformed"), ("18%", "malformed"), ("y=18", "malformed"), ("#### 17 18", "malformed"), ("18 dollars or 17 dollars", "malformed"),
+        ("#### 18 #### 17", "malformed"), ("#### ", "malformed"), (r"\boxed{18", "malformed"), ("#### 18 or 17", "malformed"),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_number(text, status):
+    (row,) = get_task("gsm8k").rows([("row 1", {"question": "She sells $x$ eggs. How many dollars has she?", "answer": "#### 18"})])
+    assert get_task("gsm8k").verify(text, row).status == status
+
+
+@pytest.mark.parametrize(
+    ("answer", "question", "text"),
+    [("18", "Eggs are $2 each. How much is it?", "18 dollars"), ("1,234", "How many?", "1{,}234"), ("1,234", "How many?", r"1\,234"), ("18", "What percent of them?", "18%"), ("18", "What percent of them?", "18 percent")],
+)  # fmt: skip
+def test_thousands_percentages_and_amounts(answer, question, text):
+    (row,) = get_task("gsm8k").rows([("row 1", {"question": question, "answer": f"#### {answer}"})])
+    assert get_task("gsm8k").verify(f"#### {text}", row).solved

@@ -52,7 +52,8 @@ def test_right_answers_are_right_and_those_of_the_next_row_are_not(name, file, c
     pairs = [(answer, row) for answer, row, other in zip(answers[1:], rows, rows[1:], strict=False) if row[key] != other[key]]
     shifted = task.verify_all(*map(list, zip(*pairs, strict=True)))
     right = sum(verdict.solved for verdict in shifted)
-    assert right == 0 or (name == "sudoku" and right < 3)  # a puzzle with several solutions may have its neighbour's among them
+    # A puzzle with several solutions may have its neighbour's among them; a problem of math500 with the answer 5 is beside one with x=5.
+    assert right <= {"sudoku": 2, "math500": 1}.get(name, 0)
 
 
 @pytest.mark.parametrize(

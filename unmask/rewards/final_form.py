@@ -22,7 +22,7 @@ FUNCTION = re.compile(r"\\(?:binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)|cot|sec
 
 
 def is_final(answer: str, reference: str, question: str) -> bool:
-    """Whether an answer may be the result of a problem. All three are in the spelling of `symbolic.plain`.
+    """Whether an answer may be the result of a problem. All three are in the spelling of `spelling.plain`.
 
     Its fractions are in lowest terms; it calls only functions that the reference calls; for a reference that is a number it is a number;
     and it does not occur in the question, unless it is a number in the reference's notation.

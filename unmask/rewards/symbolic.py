@@ -18,7 +18,8 @@ from fractions import Fraction
 from itertools import accumulate
 from queue import SimpleQueue
 
-from unmask.rewards.final_form import TEXT, UNIT, is_final
+from unmask.rewards.final_form import UNIT, is_final
+from unmask.rewards.spelling import MACRO, bare, plain, words
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
@@ -33,19 +34,12 @@ WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
-SHORT_FRACTION = re.compile(r"\\frac ?([0-9]|\{[0-9]+\}) ?([0-9]|\{[0-9]+\})")
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
-MACRO = re.compile(r"\\([a-zA-Z]+)")
 KNOWN = re.compile(
     "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
 """Macros that an answer may have in addition to those of the reference."""
-SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\left": "", r"\right": ""}
-SIGNS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot "})
-SIGNS |= str.maketrans({"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "})
-SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
-SPACE = re.compile(r"\s*(?P<row>\\\\)\s*|(?P<nothing>\\[!$])|(?:\\[,;: ]|~|\s)+")
 SAME = [
     re.compile(r"\\(?:le|ge|ne|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<>:]"),
     re.compile(r"%|percent"),
@@ -65,10 +59,10 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
     """
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return MALFORMED
-    answer, reference = _plain(answer), _plain(reference)
-    if _words(answer) == _words(reference):
+    answer, reference = bare(answer, reference, question or "")
+    if words(answer) == words(reference):
         return OK
-    final = question is None or is_final(answer, reference, _plain(question))
+    final = question is None or is_final(answer, reference, plain(question))
     numbers = (number(answer), number(reference))
     if None not in numbers:
         return WRONG if numbers[0] != numbers[1] else OK if final else UNCOMPUTED
@@ -107,20 +101,6 @@ def number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _plain(text: str) -> str:
-    """The text with one spelling of each symbol, without outer dollar signs, a final full stop and redundant space."""
-    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
-    text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
-    text = re.sub(r"([_^])\{(.)\}", r"\1\2", text)
-    text = SHORT_FRACTION.sub(lambda found: rf"\frac{{{found[1].strip('{}')}}}{{{found[2].strip('{}')}}}", text)
-    return text.strip(" $").removesuffix(".").strip()
-
-
-def _words(text: str) -> str:
-    r"""The text without the `\text` around words and without spaces."""
-    return TEXT.sub(r"\1", text).replace(" ", "")
-
-
 def _readable(answer: str, reference: str) -> bool:
     """Whether an answer is a single formula with known macros and balanced braces."""
     known = MACRO.findall(reference)
@@ -141,7 +121,7 @@ def _comparable(answer: str, reference: str) -> bool:
     An answer may omit the unit of the reference.
     """
     bare, bare_reference = UNIT.sub("", answer).strip(), UNIT.sub("", reference).strip()
-    units = [[_words(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)]
+    units = [[words(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)]
     if not bare_reference.strip(" ()") or (units[0] and units[0] != units[1]):
         return False  # a reference of words alone was compared before
     letters, known = (set(re.findall("[a-zA-Z]", MACRO.sub("", text))) for text in (bare, bare_reference))

@@ -25,25 +25,31 @@ def work_left(formula: Formula) -> Counter[str]:
     if isinstance(formula, sympy.MatrixBase):
         return sum(map(work_left, formula), left)
     for part in sympy.preorder_traversal(formula):
+        left["operations on matrices"] += any(isinstance(operand, sympy.MatrixBase | sympy.MatrixExpr) for operand in part.args)
         if isinstance(part, sympy.Add):
-            left["sums of like terms"] += _repeats(_like(term) for term in sympy.Add.make_args(part))
+            left["sums of like terms"] += _repeats(map(_like, part.args)) + part.args.count(sympy.S.Zero)
+            left["sums of products of sums"] += sum(any(map(_is_sum, _factors(term))) for term in part.args)
         elif isinstance(part, sympy.Mul):
             left += _of_product(_factors(part))
         elif isinstance(part, sympy.Pow):
             left += _of_power(*part.args)
-        elif isinstance(part, sympy.Function) and not part.free_symbols:
-            left["functions of numbers"] += 1
+        elif isinstance(part, sympy.Function):
+            left["functions of numbers"] += not part.free_symbols
+            left["functions of sums"] += any(map(_is_sum, part.args))
     return left
 
 
 def _of_product(factors: list[Formula]) -> Counter[str]:
-    quotients = [abs(value) for value in map(_rational, factors) if value is not None]
-    over, under = [q.p for q in quotients if q.p != 1], [q.q for q in quotients if q.q != 1]
+    values = [value for value in map(_rational, factors) if value is not None]
+    over, under = [abs(value.p) for value in values if abs(value.p) != 1], [value.q for value in values if value.q != 1]
+    inverses = [factor for factor in factors if _rational(factor) is None and _is_inverse(factor)]
     others = [factor for factor in factors if _rational(factor) is None and not _is_inverse(factor)]
-    sums = [factor for factor in others if isinstance(factor.as_base_exp()[0], sympy.Add)]
+    sums = list(filter(_is_sum, others))
+    common = math.gcd(math.prod([*over, *map(_divisor, others)]), math.prod([*under, *map(_divisor, inverses)]))
+    signs = sum(value.p < 0 for value in values)
     return Counter(
         {
-            "products of numbers": int(len(over) > 1 or len(under) > 1 or math.gcd(math.prod(over), math.prod(under)) > 1),
+            "products of numbers": int(len(over) > 1 or len(under) > 1 or common > 1 or signs > 1),
             "products of powers": _repeats("root" if _is_root(factor) else factor.as_base_exp()[0] for factor in others),
             "products of sums": int(len(sums) > 1),
         }
@@ -66,10 +72,24 @@ def _of_power(base: Formula, exponent: Formula) -> Counter[str]:
 
 
 def _factors(product: Formula) -> list[Formula]:
-    """The factors of nested products."""
-    if not isinstance(product, sympy.Mul):
-        return [product]
-    return [factor for part in product.args for factor in _factors(part)]
+    """The factors of nested products, and of the inverses of products."""
+    if isinstance(product, sympy.Mul):
+        return [factor for part in product.args for factor in _factors(part)]
+    if isinstance(product, sympy.Pow) and isinstance(product.base, sympy.Mul) and product.exp == -1:
+        return [sympy.Pow(factor, -1, evaluate=False) for factor in _factors(product.base)]
+    return [product]
+
+
+def _is_sum(factor: Formula) -> bool:
+    """Whether a factor is a sum or a power of one, not below a fraction bar."""
+    return isinstance(factor.as_base_exp()[0], sympy.Add) and not _is_inverse(factor)
+
+
+def _divisor(factor: Formula) -> int:
+    """What divides all terms of a sum or of the inverse of one; 1 for other factors."""
+    total = factor.as_base_exp()[0]
+    values = [filter(None, map(_rational, _factors(term))) for term in total.args] if isinstance(total, sympy.Add) else [()]
+    return math.gcd(*(abs(math.prod(value.p for value in term)) for term in values))
 
 
 def _like(term: Formula) -> tuple[str, ...]:

@@ -111,7 +111,7 @@ class HumanEval(Code):
 class MBPP(Code):
     """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and `test_setup_code`.
 
-    The prompt shows one test, and the verdict is by the others, so that a table of what is shown does not pass.
+    The prompt shows one test, and the others decide (`split`), so that a table of what is shown does not pass.
     """
 
     name = "mbpp"
@@ -143,13 +143,14 @@ class MBPP(Code):
         """The tests that the prompt shows, and those that decide. Nothing is shown if all tests are the same.
 
         The first is shown after which the others do not all expect the same: a table of it with a guess for all else does not pass.
+        If there is no such test, all decide, so that a constant passes only where all expect the same.
         """
         different = list({ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values())[::-1]
         if len(different) == 1:
             return [], different
         results = [_expected(test) for test in different]
-        shown = next((at for at in range(len(different)) if len({*results[:at], *results[at + 1 :]}) > 1), 0)
-        return [different[shown]], different[:shown] + different[shown + 1 :]
+        shown = next((at for at in range(len(different)) if len({*results[:at], *results[at + 1 :]}) > 1), None)
+        return ([different[0]], different) if shown is None else ([different[shown]], different[:shown] + different[shown + 1 :])
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
         """The names that the tests use: those that the reference defines, which the candidate provides, and standard modules."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from unmask.errors import DataError
 from unmask.rewards.final_form import lowest_terms
 from unmask.rewards.format import integer, published_answer, soft_format, strict_format, xml_count
-from unmask.rewards.parsing import answer_of
+from unmask.rewards.parsing import answer_of, boxed
+from unmask.rewards.spelling import bare
 from unmask.rewards.symbolic import number
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.tasks.base import Row, Task
@@ -28,6 +30,7 @@ class GSM8K(Task):
     name = "gsm8k"
     fields = ("question", "answer")
     columns = ("answer",)
+    optional_columns = ("question",)
     published = MappingProxyType(
         {
             "xml_count": lambda text, row: xml_count(text),
@@ -54,17 +57,21 @@ class GSM8K(Task):
         return {"prompt": prompt, "completion": completion, "group": question, "question": question, "answer": answer}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The number in the answer tags, else after a single `####`, else the whole text. A dollar sign and commas are ignored."""
+        """The number in the answer tags, else on the line of the first `####`, else the whole text; of these the box, if there is one.
+
+        A base model goes on after its answer, with another question.
+        """
         text = answer_of(completion) or ""
-        if text.count(MARK) == 1:
-            text = text.partition(MARK)[2]
-        text = text.strip().removeprefix("$").removesuffix(".")
-        value = number(text)
+        _, marked, rest = text.partition(MARK)
+        text = next(iter(rest.strip().splitlines()), "") if marked else text
+        question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))  # an amount, as LaTeX writes it
+        found, reference = bare(boxed(text) or text, row["answer"], question)
+        value = number(found)
         if value is None:
             return MALFORMED
-        if value != number(row["answer"]):
+        if value != number(reference):
             return WRONG
-        return OK if lowest_terms(text) else UNCOMPUTED
+        return OK if lowest_terms(found) else UNCOMPUTED
 
     def answer(self, row: Mapping[str, Any]) -> str:
         steps = row["completion"].partition(MARK)[0].strip()
