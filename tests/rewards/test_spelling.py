@@ -21,7 +21,7 @@ from unmask.rewards.symbolic import equivalent, equivalent_all
         (r"120\text{ degrees}", "120", "How many degrees?"), ("120 degrees", r"120^\circ", ""), (r"120\degree", r"120^\circ", ""), (r"\sqrt{5} meters", r"\sqrt{5}", "in meters"),
         (r"10\%", "10", "By what percent does it grow?"), (r"10\text{ percent}", "10", "Express it as a percentage."), (r"36\text{ dollars}", r"\$36", ""), ("36 dollars", "36", r"It costs \$4"),
         ("C", r"\text{(C)}", ""), (r"\text{C}", r"\text{(C)}", ""), ("(C)", r"\text{(C)}", ""), (r"\textbf{(C)}", r"\text{(C)}", ""), (r"\operatorname{even}", r"\text{even}", ""), (r"\textit{even}", r"\text{even}", ""),
-        (r"1+\sqrt{19}, 1-\sqrt{19}", r"1 \pm \sqrt{19}", ""), (r"1-\sqrt{19}\text{ and }1+\sqrt{19}", r"1 \pm \sqrt{19}", ""),
+        (r"1+\sqrt{19}, 1-\sqrt{19}", r"1 \pm \sqrt{19}", ""), (r"1\mp\sqrt{19}", r"1 \pm \sqrt{19}", ""), (r"1-\sqrt{19}\text{ and }1+\sqrt{19}", r"1 \pm \sqrt{19}", ""),
         (r"\{3,5,7\}", "3, 5, 7", ""), (r"1 \text{ and } -2", "1,-2", ""), ("-2 or 1", "1,-2", ""), ("x=1, x=-2", "1,-2", "Solve for $x$."), ("x = 1, -2", "1,-2", "Solve for $x$."), (r"1,\quad -2", "1,-2", ""),
         ("3 / 56", r"\frac{3}{56}", ""), ("2{,}220", "2220", ""), (r"\(9\)", "9", ""), (r"\[9\]", "9", ""), ("(9)", "9", ""), ("{9}", "9", ""), (r"\mathbf{9}", "9", ""), (r"\boldsymbol{\frac{1}{2}}", r"\frac12", ""),
         (r"\underline{9}", "9", ""), ("**9**", "9", ""), ("4 2/3", r"\frac{14}{3}", ""), ("-4 2/3", r"-\frac{14}{3}", ""), (r"{14 \over 3}", r"\frac{14}{3}", ""), (r"\cfrac{14}{3}", r"\frac{14}{3}", ""), (r"\displaystyle\frac{14}{3}", r"\frac{14}{3}", ""),

@@ -40,7 +40,7 @@ def test_fractions_are_in_lowest_terms(answer, text, solved):
         (r"<answer>$\boxed{18}$</answer>", "ok"), ("x=18", "ok"), ("#### $x = 18$", "ok"), ("#### 18\n\nQuestion: And then?\nAnswer: 5\n#### 5", "ok"), ("####\n18\n", "ok"),
         ("#### 17\n#### 18", "wrong"), ("#### 17\n\\boxed{18}", "wrong"), (r"\boxed{36/2}", "wrong"), ("x=17", "wrong"), ("#### 17 dollars", "wrong"),
         ("The answer is 18", "malformed"), ("18 cents", "malformed"), ("18%", "malformed"), ("y=18", "malformed"), ("#### 17 18", "malformed"), ("18 dollars or 17 dollars", "malformed"),
-        ("#### 18 #### 17", "malformed"), ("#### ", "malformed"), (r"\boxed{18", "malformed"), ("#### 18 or 17", "malformed"),
+        ("#### 18 #### 17", "malformed"), ("#### ", "malformed"), (r"\boxed{18", "malformed"), ("(" * 300 + "18" + ")" * 300, "malformed"), ("#### 18 or 17", "malformed"),
     ],
 )  # fmt: skip
 def test_spellings_of_a_number(text, status):

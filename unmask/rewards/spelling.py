@@ -76,7 +76,7 @@ def words(text: str) -> str:
 def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     """An answer and its reference as plain as they can be compared."""
     given, wanted = _unwrapped(plain(answer)), _unwrapped(plain(reference))
-    if r"\pm" in wanted and r"\pm" not in given and "," not in wanted:
+    if r"\pm" in wanted and not re.search(r"\\(?:pm|mp)", given) and "," not in wanted:
         wanted = ", ".join(wanted.replace(r"\pm", sign) for sign in "+-")
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"

@@ -12,7 +12,7 @@ from unmask.rewards.final_form import lowest_terms
 from unmask.rewards.format import integer, published_answer, soft_format, strict_format, xml_count
 from unmask.rewards.parsing import answer_of, boxed
 from unmask.rewards.spelling import bare
-from unmask.rewards.symbolic import number
+from unmask.rewards.symbolic import MAX_ANSWER, number
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.tasks.base import Row, Task
 
@@ -64,8 +64,11 @@ class GSM8K(Task):
         text = answer_of(completion) or ""
         _, marked, rest = text.partition(MARK)
         text = next(iter(rest.strip().splitlines()), "") if marked else text
+        text = boxed(text) or text
+        if len(text) > MAX_ANSWER:
+            return MALFORMED
         question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))  # an amount, as LaTeX writes it
-        found, reference = bare(boxed(text) or text, row["answer"], question)
+        found, reference = bare(text, row["answer"], question)
         value = number(found)
         if value is None:
             return MALFORMED
