@@ -128,8 +128,9 @@ def expect_visited(rows: Any, checkpoint: Path) -> None:
 def _shown(value: Any) -> str:
     """A value in a message: fingerprints are shortened."""
     if isinstance(value, dict) and "sha256" in value:
-        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['bytes']:,} bytes, " if "bytes" in value else ""
-        return f"{rows}content {str(value['sha256'])[:8]}"
+        told = {"name": "{}", "rows": "{} rows", "bytes": "{:,} bytes"}
+        parts = "".join(f"{text.format(value[key])}, " for key, text in told.items() if value.get(key) is not None)
+        return f"{parts}content {str(value['sha256'])[:8]}"
     if isinstance(value, list) and value:
         return ", ".join(map(_shown, value))
     return "unset" if value is None else str(value)
