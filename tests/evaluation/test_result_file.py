@@ -1,0 +1,38 @@
+"""Result files are read as they were written; anything else is one clear error."""
+
+import pytest
+
+from unmask.errors import DataError
+from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace, read_result
+
+ITEM = Item(id="a", group="g", scores={"solved": 1.0}, prompt="2+2=", completions=["4"], traces=[Trace(tokens=["4"], steps=[0])])
+METRIC = Metric(mean=1.0, low=0.2)
+RESULT = EvaluationResult(
+    model={"path": "m"}, arguments={"task": ["t"]}, tasks=[TaskScores(task="t", protocol={}, metrics={"solved": METRIC}, items=[ITEM])]
+)
+
+
+def test_a_result_is_read_as_it_was_written(tmp_path):
+    RESULT.write(tmp_path / "result.json")
+    assert read_result(tmp_path / "result.json") == RESULT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RESULT.model_dump_json()[:-20], "cut"),
+        ("[]", "is no result"),
+        ('{"format": 2}', "of format 2, and this version of Unmask reads 1"),
+        ('{"format": 1, "model": {}, "arguments": {}, "tasks": [{"task": "t"}]}', "tasks.0.protocol"),
+    ],
+)
+def test_other_files_are_one_error(tmp_path, text, message):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_result(path)
+
+
+def test_a_missing_file_is_one_error(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        read_result(tmp_path / "missing.json")

@@ -1,0 +1,117 @@
+"""The result of an evaluation as a file: scores with their intervals, each item, and what is needed to run it again.
+
+Two results of the same command are equal but for `times` and `environment`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+import pydantic
+from pydantic import ConfigDict
+
+from unmask.artifacts import write_atomic
+from unmask.errors import DataError
+
+FORMAT = 1
+
+
+class _Part(pydantic.BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Metric(_Part):
+    """A mean over items with its 95% interval, whose bounds are None where the items say nothing of them."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+    standard_error: float | None = None
+    """Of the estimate itself, over its random masks (Monte Carlo); None: the score of each item is exact."""
+    higher_is_better: bool = True
+
+
+class Trace(_Part):
+    """The tokens of a completion as text, and the denoising step at which each came."""
+
+    tokens: list[str]
+    steps: list[int]
+
+
+class Item(_Part):
+    """One problem: what was asked, what came, and its scores."""
+
+    id: str
+    """Of the problem alone: the same in every evaluation of the task."""
+    group: str
+    """Items of one group are not independent: intervals resample whole groups."""
+    status: str = "ok"
+    scores: dict[str, float] = {}
+    """By metric; empty where the item could not be scored."""
+    prompt: Any = None
+    """A text, or messages."""
+    completions: list[str] = []
+    tokens: int = 0
+    """Produced, over all completions."""
+    steps: int = 0
+    """Denoising steps, over all completions."""
+    passes: int = 0
+    """Forward passes, over all completions."""
+    traces: list[Trace] = []
+    """One for each completion, if they were recorded."""
+    details: dict[str, Any] = {}
+    """What the task adds: a reference, the log-likelihoods of choices with their standard errors."""
+
+
+class TaskScores(_Part):
+    """The scores of a model on one task."""
+
+    task: str
+    protocol: dict[str, Any]
+    """All that the scores depend on beside the model: data and their fingerprint, template, examples, sampler, estimator, seed."""
+    metrics: dict[str, Metric]
+    statuses: dict[str, int] = {}
+    """Items by status."""
+    items: list[Item] = []
+
+
+class EvaluationResult(_Part):
+    """The content of a result file."""
+
+    format: Literal[1] = FORMAT
+    model: dict[str, Any]
+    """Path, revision, fingerprint of the weights, attention pattern."""
+    arguments: dict[str, Any]
+    """Of the evaluation: they run it again."""
+    tasks: list[TaskScores]
+    environment: dict[str, Any] = {}
+    """Versions, machine, command."""
+    times: dict[str, Any] = {}
+    """Begin, seconds and tokens per second, over all and by task."""
+
+    def write(self, path: str | Path) -> None:
+        """Write the file atomically."""
+        write_atomic(path, self.model_dump_json(indent=1) + "\n")
+
+
+def read_result(path: str | Path) -> EvaluationResult:
+    """Read a result file. Raises a DataError if it is missing, cut, of another format, or no result."""
+    remedy = "Give a file that `unmask evaluate --output FILE` wrote."
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
+        what = "is no result" if version is None else f"is of format {version}, and this version of Unmask reads {FORMAT}"
+        raise DataError(what, where=str(path), remedy=remedy if version is None else "Run the evaluation again with this version.")
+    try:
+        return EvaluationResult.model_validate(content)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(what, where=str(path), remedy=remedy) from error
