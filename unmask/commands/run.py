@@ -87,7 +87,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         RunStopped: a signal has stopped the run.
     """
     output = Path(config.output_dir)
-    with naming_lost_process(output), StopOnSignal(output, resumes=resumes_in_place(output, resume)) as stop:
+    resumes = resumes_in_place(output, resume)
+    with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
         _run(verb, config, resume, stop)
 
 

@@ -60,9 +60,13 @@ def _runs(process: psutil.Process) -> bool:
 
 def lost_process(output: Path, what: str = "another process of this run has ended") -> LostProcessError:
     """The error for a run in this folder."""
-    begun = output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
-    go_on = f"Resume with: {resume_command(sys.orig_argv)}" if begun else f"Start again with: {command(sys.orig_argv)}"
-    return LostProcessError(what, where="launcher", remedy=f"{go_on} (and the same launcher)")
+    return LostProcessError(what, where="launcher", remedy=f"{go_on(output, begun=True)} (and the same launcher)")
+
+
+def go_on(output: Path, *, begun: bool) -> str:
+    """How to go on with a run, as a sentence. `begun`: whether the files in its folder, if there are any, are its own."""
+    begun = begun and output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
+    return f"Resume with: {resume_command(sys.orig_argv)}" if begun else f"Start again with: {command(sys.orig_argv)}"
 
 
 @contextlib.contextmanager
@@ -109,8 +113,9 @@ def resume_command(argv: Sequence[str], processes: int = 1) -> str:
     arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
-        if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
-            arguments.pop(0)
+        if argument == "--resume" and arguments and not arguments[0].startswith("-"):
+            if "=" not in arguments[0] or Path(arguments[0]).is_dir():
+                arguments.pop(0)
         elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
             kept.append(argument)
     return command([*kept, "--resume"], processes)

@@ -21,7 +21,7 @@ from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
 from unmask.training.checkpoints import checkpoints, remove_old
 from unmask.training.config import rows_per_step
-from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
+from unmask.training.durable.checkpoint_files import MAKE_ROOM, bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
 
 
@@ -50,7 +50,7 @@ class Saver:
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
-        remedy = f"Make room and permit writing. {kept}--resume continues from {'it' if earlier else 'the beginning'}"
+        remedy = f"{MAKE_ROOM}. {kept}--resume continues from {'it' if earlier else 'the beginning'}"
         with naming_write_errors(checkpoint, remedy):
             if args.should_save:
                 check_free_space(folder, bytes_of(earlier[0]) if earlier else self._expected_bytes(), remedy)
