@@ -45,7 +45,8 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            if first_to_report() or not isinstance(error, LostProcessError):
+            first = first_to_report()
+            if first_to_report(str(error)) and (first or not isinstance(error, LostProcessError)):
                 typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
         except OSError as error:
