@@ -158,6 +158,27 @@ def test_the_command_to_go_on_is_that_of_the_run():
         assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc_per_node=2 -m unmask {same}"
 
 
+def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_path, interrupt, monkeypatch):
+    run = command("sft", model, tmp_path / "run")
+    interrupt(DiffusionTrainer, "training_step", 2, signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        for name, value in {
+            "TRAINING__SEED": "5",
+            "TRAINING__RUN_NAME": "a b/unmask",
+            "TRAINING__HUB_TOKEN": "hf_x",
+            "API_KEY": "k",
+        }.items():
+            patch.setenv(f"UNMASK_{name}", value)
+        stopped = unmask(*run)
+    words = f"python -m unmask {shlex.join(run)} --resume"
+    variables = "UNMASK_TRAINING__HUB_TOKEN='********' UNMASK_TRAINING__RUN_NAME='a b/unmask' UNMASK_TRAINING__SEED=5"
+    assert f"Resume with: {variables} {words}\n" in stopped.output
+    assert f"{variables} {words}" in unmask("runs", tmp_path).output
+    assert unmask(*run, "--resume").exit_code == 2  # another seed
+    monkeypatch.setenv("UNMASK_TRAINING__SEED", "5")
+    assert unmask(*run, "--resume").exit_code == 0
+
+
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
 
 
