@@ -157,9 +157,10 @@ class ReferenceTable:
 
     def content_hash(self) -> str:
         """A hash of the whole table."""
-        return hashlib.sha256(
-            b"".join(each.contiguous().view(torch.uint8).numpy() for each in (self.log_prob_EIS, self.digest_EI))
-        ).hexdigest()
+        digest = hashlib.sha256()
+        for each in (self.log_prob_EIS, self.digest_EI):
+            digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @classmethod
     def empty(cls, count: int, num_responses: int, dtype: torch.dtype) -> ReferenceTable:

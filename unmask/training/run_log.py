@@ -81,8 +81,8 @@ class RunLog:
 
     def ends_with_summary(self) -> bool:
         """Whether the summary of this stage is the last line: an evaluation after it is missing."""
-        line = next(reversed(self._lines()), {})
-        return "train_loss" in line and line.get("stage") == self.stage
+        lines = self._lines()
+        return bool(lines) and "train_loss" in lines[-1] and lines[-1].get("stage") == self.stage
 
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
         """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last checkpoint."""
