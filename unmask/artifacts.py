@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from typing import Any
 from unmask.errors import DataError
 from unmask.redaction import masked, masked_argument
 
+VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
+"""The names of variables that are settings of a run."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 
@@ -103,6 +106,11 @@ def package_version(package: str) -> str | None:
         return None
 
 
+def started_by(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The words that started this process: first `NAME=VALUE` of variables that are settings, in the order of their names."""
+    return [*(f"{name}={environ[name]}" for name in sorted(environ) if VARIABLE.fullmatch(name)), *sys.orig_argv]
+
+
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command, git commit, config.
 
@@ -117,7 +125,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(map(masked_argument, sys.orig_argv)),
+        "command": shlex.join(map(masked_argument, started_by())),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
 
+PATH_ERRORS = {
+    errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
+    errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
+}
+"""What is said of errors of the system that a path of the user causes."""
+
 
 class Commands(TyperGroup):
     """Exits with one line and status 2 for an `UnmaskError`, with status 130 for Ctrl-C, and 75 for a run that
@@ -39,13 +45,15 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            if first_to_report() or not isinstance(error, LostProcessError):
+            first = first_to_report()
+            if first_to_report(str(error)) and (first or not isinstance(error, LostProcessError)):
                 typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or ctx.obj:
+            if error.errno not in PATH_ERRORS or ctx.obj:
                 raise
-            typer.echo(f"error: {shown(str(error.filename)[:60])}...: the name of the file is too long. Check the path.", err=True)
+            path = str(error.filename)
+            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...')}: {PATH_ERRORS[error.errno]}.", err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():

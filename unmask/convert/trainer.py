@@ -367,11 +367,11 @@ class ConvertTrainer:
         place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest)
-        if not (resume is True and trainer.restore()):
+        if not (restored := resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
                 trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
-            if self.eval_rows is not None:
-                trainer.evaluate()
+        if self.eval_rows is not None and (not restored or from_first(log.ends_with_summary)):
+            trainer.evaluate()
         self.log_history += [line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
         return trainer
 

@@ -79,6 +79,11 @@ class RunLog:
         if len(kept) < len(lines):
             write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
 
+    def ends_with_summary(self) -> bool:
+        """Whether the summary of this stage is the last line: an evaluation after it is missing."""
+        lines = self._lines()
+        return bool(lines) and "train_loss" in lines[-1] and lines[-1].get("stage") == self.stage
+
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
         """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last checkpoint."""
         line_stage, stage = line.get("stage", 0), self.stage or 0

@@ -27,7 +27,8 @@ from unmask.training.resume.record import RECORD_FILE
 FILE_LIST = "checkpoint_files.json"
 UNFINISHED = ".unfinished"
 EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
-FULL_DISK = "Make room and permit writing: --resume continues from the last checkpoint"
+MAKE_ROOM = "Make room and permit writing"
+FULL_DISK = f"{MAKE_ROOM}: --resume continues from the last checkpoint"
 THREADS = 4  # hashing releases the lock of the interpreter
 
 
@@ -161,7 +162,9 @@ def check_free_space(folder: Path, needed: int, remedy: str) -> None:
         raise TrainingError(what, where=str(folder), remedy=remedy)
 
 
-WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOTDIR}
+WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE}
+IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+"""Errors of a folder in the place of a file, or the reverse."""
 
 
 @contextlib.contextmanager
@@ -170,9 +173,11 @@ def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in WRITE_ERRORS:
+        if error.errno not in WRITE_ERRORS | IN_THE_WAY:
             raise
-        path = error.filename or where
+        path = error.filename2 or error.filename or where
+        if error.errno in IN_THE_WAY:
+            remedy = remedy.replace(MAKE_ROOM, "Move away what is in its place")
         raise TrainingError(f"cannot be written ({error.strerror})", where=str(path), remedy=remedy) from error
     except SafetensorError as error:
         raise TrainingError(f"cannot be written ({first_line(error)})", where=str(where), remedy=remedy) from error

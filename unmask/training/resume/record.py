@@ -69,7 +69,8 @@ class RunRecord:
     def refuse_settings(self, folder: Path) -> None:
         """Raise ConfigError if settings would make another run than that of the checkpoints in a folder. Those of the model are compared
         once it is loaded."""
-        for path in sorted(folder.glob(f"**/{RECORD_FILE}"))[-1:]:  # all of a run agree in what makes another run
+        records = [path for place in ("", "checkpoint-*/", "stage-*/checkpoint-*/") for path in folder.glob(place + RECORD_FILE)]
+        for path in sorted(records)[-1:]:  # all of a run agree in what makes another run
             try:
                 recorded = json.loads(path.read_text(encoding="utf-8"))
             except ValueError:  # damaged: the checkpoint will not be used
