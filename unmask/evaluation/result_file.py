@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from unmask.artifacts import write_atomic
 from unmask.errors import DataError
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 
 
 class _Part(pydantic.BaseModel):
