@@ -49,7 +49,7 @@ def test_the_items_of_another_evaluation_are_refused_and_kept(tmp_path):
 def test_processes_share_items_and_gather_them(tmp_path):
     logs = [ItemLog(tmp_path / "out.json", IDENTITY, rank=rank, processes=2) for rank in (0, 1)]
     shares = [log.share(range(4)) for log in logs]
-    assert sorted(sum(shares, [])) == [0, 1, 2, 3]
+    assert sorted([*shares[0], *shares[1]]) == [0, 1, 2, 3]
     for log, share in zip(logs, shares, strict=True):
         log.add("sudoku", [ITEMS[n] for n in share])
     for log in logs:

@@ -34,7 +34,7 @@ class ItemLog:
         self.known = self._read()
         self.resumed = sum(map(len, self.known.values()))
         wait()  # before another one writes
-        if not self.own.path.exists():
+        if not (self.own.path.exists() and self.own.read()):
             self.own.write({"evaluation": self.identity})
 
     def finished(self, task: str) -> dict[str, Item]:
@@ -53,7 +53,9 @@ class ItemLog:
     def gather(self, task: str) -> dict[str, Item]:
         """All items of a task, from all processes."""
         self.wait()
-        return self._read().get(task, {})
+        found = self._read().get(task, {})
+        self.wait()  # before the first process removes the logs
+        return found
 
     def remove(self) -> None:
         """Remove the logs: the result is written."""
