@@ -100,6 +100,8 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "sudoku", "--style", "chat"], "chat template"),
         (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
+        (["--task", "sudoku", "--attempts", "3", "--temperature", "1", "--pass-at", "1,x"], "pass_at: 'x' is no number"),
+        (["--task", "sudoku", "--shots", "100"], "exceed the context"),
     ],
 )
 def test_what_cannot_be_measured_is_one_error(words, message, model, tmp_path):
@@ -126,10 +128,42 @@ def test_a_file_that_is_no_result_cannot_be_rerun(text, message, tmp_path):
     assert message in refused("evaluate", "--rerun", tmp_path / "out.json")
 
 
+def test_a_result_file_runs_no_code_of_a_model(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output, "--trust-remote-code")
+    assert "trust_remote_code" in refused("evaluate", "--rerun", output)
+
+
+def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
+    for section, message in (("m", "arguments.model is no object"), ({"path": model, "layers": 2}, "layers")):
+        written = json.loads(output.read_text())
+        written["arguments"]["model"] = section
+        (tmp_path / "other.json").write_text(json.dumps(written))
+        assert message in refused("evaluate", "--rerun", tmp_path / "other.json")
+
+
+def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):
+    output, log = tmp_path / "out.json", tmp_path / "out.json.items.jsonl"
+    command = ["evaluate", model, *DRAWN, "--attempts", 3, "--pass-at", "1,3", "--rows", 4, "--output", output]
+    unmask(*command)
+    (scores,) = read_result(output).tasks
+    assert {"pass@1", "pass@3"} <= set(scores.metrics)
+    identity = {"model": read_result(output).model, "protocols": {"sudoku": {}}, "pass_at": [1, 3]}
+    identity["protocols"]["sudoku"] = {name: scores.protocol[name] for name in ("rows", "rows_sha256", "attempts", "sampler")}
+    finished = [{"task": "sudoku", "item": item.model_dump(mode="json")} for item in scores.items]
+    log.write_text("".join(json.dumps(line) + "\n" for line in [{"evaluation": identity}, *finished]))
+    unmask(*command, "--overwrite")
+    again = read_result(output)
+    assert again.tasks == [scores] and again.times["resumed_items"] == 4
+    assert again.times["tasks"]["sudoku"]["tokens_per_second"] is None
+
+
 def test_the_items_of_another_evaluation_are_not_taken(model, tmp_path):
     output = tmp_path / "out.json"
     unmask("evaluate", model, *DRAWN, "--rows", 2, "--output", output)
-    (tmp_path / "out.json.items.jsonl").write_text('{"evaluation": {"model": {}}}\n')
+    (tmp_path / "out.json.items.jsonl").write_text('{"evaluation": {"model": {}}}\n{"task": "sudoku", "item": {}}\n')
     assert "another evaluation" in refused("evaluate", model, *DRAWN, "--rows", 2, "--output", output, "--overwrite")
 
 

@@ -46,6 +46,38 @@ def test_the_items_of_another_evaluation_are_refused_and_kept(tmp_path):
     assert (tmp_path / "out.json.items.jsonl").read_bytes() == kept
 
 
+def test_the_log_of_another_evaluation_without_an_item_is_replaced(tmp_path):
+    ItemLog(tmp_path / "out.json", {"model": "another"})
+    log = ItemLog(tmp_path / "out.json", IDENTITY)
+    log.add("sudoku", ITEMS)
+    assert len(ItemLog(tmp_path / "out.json", IDENTITY).finished("sudoku")) == 4
+
+
+def test_an_item_that_could_not_be_scored_is_not_finished(tmp_path):
+    unscored = ITEMS[1].model_copy(update={"scores": {}, "status": "infrastructure"})
+    ItemLog(tmp_path / "out.json", IDENTITY).add("sudoku", [ITEMS[0], unscored])
+    again = ItemLog(tmp_path / "out.json", IDENTITY)
+    assert (list(again.finished("sudoku")), again.resumed) == (["0"], 1)
+    again.add("sudoku", [ITEMS[1]])
+    assert again.gather("sudoku") == {"0": ITEMS[0], "1": ITEMS[1]}
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"task": "sudoku", "item": {"id": 1}}', "{"])
+def test_a_damaged_line_is_one_error(line, tmp_path):
+    log = ItemLog(tmp_path / "out.json", IDENTITY)
+    log.add("sudoku", ITEMS[:1])
+    with log.own.path.open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(DataError, match=r"out\.json\.items\.jsonl, line 3.*Remove the line"):
+        ItemLog(tmp_path / "out.json", IDENTITY)
+
+
+def test_a_name_that_is_a_pattern_is_one_file(tmp_path):
+    ItemLog(tmp_path / "a[1].json", IDENTITY).add("sudoku", ITEMS)
+    ItemLog(tmp_path / "a1.json", {"model": "another"}).add("sudoku", ITEMS[:1])
+    assert len(ItemLog(tmp_path / "a[1].json", IDENTITY).finished("sudoku")) == 4
+
+
 def test_processes_share_items_and_gather_them(tmp_path):
     logs = [ItemLog(tmp_path / "out.json", IDENTITY, rank=rank, processes=2) for rank in (0, 1)]
     shares = [log.share(range(4)) for log in logs]

@@ -96,10 +96,13 @@ def test_unseen_solutions_are_reported_separately():
         assert set(alone.metrics) == {"solved", "value"}
 
 
-@pytest.mark.parametrize(("data", "knows"), [("sudoku", True), ("pairs.jsonl", False), (None, False)])
-def test_only_a_model_whose_history_names_the_task_knows_what_it_has_not_seen(data, knows):
+@pytest.mark.parametrize(
+    ("data", "knows"),
+    [(["sudoku"], True), (["sudoku", "sudoku"], True), (["sudoku", "pairs.jsonl"], False), (["sudoku", None], False), ([], False)],
+)
+def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_seen(data, knows):
     lm = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
-    setattr(lm.config, HISTORY_KEY, [{"verb": "sft", "data": data}])
+    setattr(lm.config, HISTORY_KEY, [{"verb": "sft", "data": name} for name in data])
     assert evaluate_task(lm, TASK, ROWS[:2]).knows_split == knows
 
 

@@ -58,12 +58,12 @@ def evaluate(
         show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
 
 
-def show_scores(scores: TaskScores, title: str, tokens_per_second: float) -> None:
+def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None) -> None:
     """Print the metrics of a task, its statuses, and what an item cost."""
     figures = {name: metric.shown() for name, metric in scores.metrics.items()} | {name: f"{n:,}" for name, n in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
     else:
         figures |= {f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}" for name in ("tokens", "steps", "passes")}
-        figures["tokens per second"] = f"{tokens_per_second:,.4g}"
+        figures["tokens per second"] = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.4g}"
     show_table(figures.items(), title=title)

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
+
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
@@ -18,9 +20,10 @@ from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import likelihood_of_file
 from unmask.evaluation.provenance import environment, model_identity
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
-from unmask.evaluation.tasks import check_attempts, check_metrics, evaluate_task, protocol_of, sampler_for
+from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
 
 
@@ -32,14 +35,22 @@ class Processes:
     count: int = 1
 
     @classmethod
-    def of_launcher(cls) -> Processes:
-        return cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+    def of_launcher(cls, device: str) -> Processes:
+        """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
+        found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        if found.count > 1:
+            PartialState(cpu=device == "cpu")
+        return found
 
     def wait(self) -> None:
         if self.count > 1:
-            from accelerate import PartialState
+            PartialState().wait_for_everyone()
 
-            PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU") == "true").wait_for_everyone()
+    def end(self) -> None:
+        """A process aborts if it exits while others still communicate with it."""
+        if self.count > 1:
+            self.wait()
+            PartialState().destroy_process_group()
 
 
 def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None = None) -> EvaluationResult:
@@ -51,11 +62,13 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
         DataError: a file is missing or malformed, or finished items beside the output are of another evaluation.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    processes = Processes.of_launcher()
+    processes = Processes.of_launcher(model.device)
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
     problems = {name: _problems(evaluation, get_task(name), sampler) for name in evaluation.tasks}
     lm = load(model.path, **model.load_arguments())
+    for name, rows in problems.items():
+        check_evaluation(lm, get_task(name), rows, sampler)
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
@@ -63,7 +76,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     if output is not None and problems:
         chosen = {name: sampler_for(get_task(name), rows, sampler) for name, rows in problems.items()}
         protocols = {name: protocol_of(rows, chosen[name], evaluation.attempts) for name, rows in problems.items()}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.pass_at}
+        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
     parts, seconds = [], {}
     for name, rows in problems.items():
@@ -74,24 +87,29 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
         parts.append(_likelihood(lm, evaluation, sampler.seed))
         seconds["likelihood"] = time.perf_counter() - start
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
-    times = spent | {"tasks": _speeds(parts, seconds)}
-    result = EvaluationResult(model=identity, arguments=arguments, tasks=parts, environment=environment(lm), times=times)
+    times = spent | {"tasks": _speeds(parts, seconds, log)}
+    result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=parts, environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
         result.write(output)
         if log is not None:
             log.remove()
+    processes.end()
     return result
 
 
-def _speeds(parts: list[TaskScores], seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Seconds and tokens per second by task."""
-    tokens = {part.task: part.total("tokens") for part in parts}
-    return {name: {"seconds": spent, "tokens_per_second": tokens[name] / spent} for name, spent in seconds.items()}
+def _speeds(parts: list[TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
+    """Seconds and tokens per second by task, of all processes, with the time to verify; None if all items had been finished before."""
+    speeds = {}
+    for part in parts:
+        finished = log.finished(part.task) if log else {}
+        tokens, spent = sum(item.tokens for item in part.items if item.id not in finished), seconds[part.task]
+        speeds[part.task] = {"seconds": spent, "tokens_per_second": tokens / spent if tokens else None}
+    return speeds
 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
     check_metrics(task, evaluation.metric or [])
-    check_attempts(evaluation.attempts, evaluation.pass_at or [], sampler)
+    check_attempts(evaluation.attempts, evaluation.ks, sampler)
     count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
     problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
     return pose(task, problems, evaluation.style, evaluation.shots)
@@ -100,11 +118,10 @@ def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) 
 def _scores(
     lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, task: Task, rows: list[Row], log: ItemLog | None
 ) -> TaskScores:
-    attempts = evaluation.attempts
-    pass_at = evaluation.pass_at or ([attempts] if attempts > 1 else [])
-    result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=pass_at, log=log)
+    attempts, ks = evaluation.attempts, evaluation.ks
+    result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
-    data = evaluation.sources.get(task.name, "generated")
+    data = masked_text(evaluation.sources.get(task.name, "generated"))
     return result.to_scores(data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
 
 
@@ -120,8 +137,18 @@ def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
     before = read_result(path)
     if not before.arguments:
         raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
-    model, evaluation, sampler = (before.arguments.get(name, {}) for name in ("model", "evaluation", "sampler"))
+    model, evaluation, sampler = (_section(before, name, path) for name in ("model", "evaluation", "sampler"))
+    if model.get("trust_remote_code"):
+        remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
+        raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
     return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler))
+
+
+def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
+    section = result.arguments.get(name, {})
+    if not isinstance(section, dict):
+        raise DataError(f"arguments.{name} is no object", where=str(path), remedy="Give a file that `unmask evaluate --output FILE` wrote.")
+    return section
 
 
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:

@@ -33,8 +33,8 @@ class EvaluationConfig(Config):
     """Also compare with the reference texts of the task `text`: rouge or bleu; repeatable."""
     attempts: int = Field(default=1, ge=1)
     """Completions of each problem; more than one needs a temperature."""
-    pass_at: list[int] | None = None
-    """Report pass@K, the probability that one of K attempts is right; repeatable; unset: of all attempts."""
+    pass_at: list[str] | None = None
+    """Report pass@K, the probability that one of K attempts is right; for several, repeat it or write 1,10; unset: of all attempts."""
     likelihood: str | None = None
     """Instead of a task: the file whose documents' likelihood is measured."""
     estimator: Literal["elbo", "exact"] | None = None
@@ -52,6 +52,15 @@ class EvaluationConfig(Config):
     def tasks(self) -> list[str]:
         """The names of the tasks, each once."""
         return list(dict.fromkeys(name.strip() for names in self.task or [] for name in names.split(",")))
+
+    @property
+    def ks(self) -> list[int]:
+        """The values of K of pass@K, in order. Raises ConfigError for one that is no number."""
+        texts = [text.strip() for texts in self.pass_at or [] for text in texts.split(",")]
+        for text in texts:
+            if not text.isdecimal():
+                raise ConfigError(f"{text!r} is no number of attempts", where="pass_at", remedy="Write numbers, as in 1,10")
+        return sorted(set(map(int, texts))) or ([self.attempts] if self.attempts > 1 else [])
 
     @property
     def sources(self) -> dict[str, str]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pydantic
 
 from unmask.artifacts import MetricsLog
 from unmask.errors import DataError
@@ -32,23 +36,26 @@ class ItemLog:
         self.identity = json.loads(json.dumps(identity))
         self.own = MetricsLog(output.with_name(f"{output.name}.items" + (f".{rank}" if rank else "") + ".jsonl"))
         self.known = self._read()
-        self.resumed = sum(map(len, self.known.values()))
+        self.resumed = sum(len(self.finished(task)) for task in self.known)
         wait()  # before another one writes
-        if not (self.own.path.exists() and self.own.read()):
+        if not (self.own.path.exists() and self.own.read()[1:]):
+            self.own.path.unlink(missing_ok=True)
             self.own.write({"evaluation": self.identity})
 
     def finished(self, task: str) -> dict[str, Item]:
-        """The items of a task that were finished before this process began."""
-        return dict(self.known.get(task, {}))
+        """The items of a task that were finished before this process began. One that could not be scored, as without a sandbox, is not."""
+        return {name: item for name, item in self.known.get(task, {}).items() if item.scores}
 
     def share(self, part: Sequence[int]) -> list[int]:
         """This process's share of some rows."""
         return list(part)[self.rank :: self.processes]
 
     def add(self, task: str, items: Sequence[Item]) -> None:
-        """Keep items that have finished."""
+        """Keep items that have finished. When this returns they are on the disk."""
         for item in items:
             self.own.write({"task": task, "item": item.model_dump(mode="json")})
+        with self.own.path.open("rb") as file:
+            os.fsync(file.fileno())
 
     def gather(self, task: str) -> dict[str, Item]:
         """All items of a task, from all processes."""
@@ -63,24 +70,32 @@ class ItemLog:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        return sorted(self.output.parent.glob(f"{self.output.name}.items*.jsonl"))
+        return sorted(self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl"))
 
     def _read(self) -> dict[str, dict[str, Item]]:
         found: dict[str, dict[str, Item]] = {}
         for path in self._paths():
             lines = MetricsLog(path).read()
-            if not lines:  # killed while it began
+            if len(lines) < 2:  # killed before an item was finished
                 continue
-            if lines[0].get("evaluation") != self.identity:
+            if (header := _header(lines)) != self.identity:
                 raise DataError(
-                    "holds the finished items of another evaluation" + _difference(lines[0].get("evaluation"), self.identity),
+                    "holds the finished items of another evaluation" + _difference(header, self.identity),
                     where=str(path),
                     remedy="Give the command that wrote it, choose another --output, or remove the file.",
                 )
-            for line in lines[1:]:
-                item = Item.model_validate(line["item"])
-                found.setdefault(line["task"], {})[item.id] = item
+            for number, line in enumerate(lines[1:], start=2):
+                try:
+                    item = Item.model_validate(line["item"])
+                    found.setdefault(line["task"], {})[item.id] = item
+                except (KeyError, TypeError, pydantic.ValidationError) as error:
+                    where = f"{path}, line {number}"
+                    raise DataError("is no finished item", where=where, remedy="Remove the line; its problem is asked again.") from error
         return found
+
+
+def _header(lines: Sequence[Any]) -> Any:
+    return lines[0].get("evaluation") if isinstance(lines[0], dict) else None
 
 
 def _difference(before: Any, now: Mapping[str, Any]) -> str:

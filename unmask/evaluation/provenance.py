@@ -10,12 +10,13 @@ from unmask.evaluation.result_file import EvaluationResult
 from unmask.evaluation.tasks import TaskResult
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
+from unmask.redaction import masked_text
 
 
 def model_identity(lm: DiffusionLM, path: str, revision: str | None = None) -> dict[str, Any]:
     """A model by its path, revision, a hash of its weights, their dtype, and its attention pattern."""
     dtype = str(lm.weight_dtype).removeprefix("torch.")
-    return {"path": path, "revision": revision, "fingerprint": fingerprint(lm.model), "dtype": dtype, **lm.settings}
+    return {"path": masked_text(path), "revision": revision, "fingerprint": fingerprint(lm.model), "dtype": dtype, **lm.settings}
 
 
 def environment(lm: DiffusionLM) -> dict[str, Any]:

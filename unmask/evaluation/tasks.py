@@ -30,6 +30,8 @@ from unmask.tasks import Puzzle, Task, split_of
 
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""
+UNCOMPARED = {"agreement_prompts": 0}
+"""No batch is sampled a second time: what a lossy setting costs shows in the scores."""
 
 
 @dataclass(frozen=True)
@@ -217,9 +219,9 @@ def pass_at_k(attempts: int, right: int, k: int) -> float:
 
 
 def _trained_on(lm: DiffusionLM, task: Task) -> bool:
-    """Whether the model's history says that it was trained on problems that this task generated."""
+    """Whether the model's history says that all that it was trained on is problems that this task generated: a file may hold any."""
     history = getattr(lm.config, HISTORY_KEY, None) or []
-    return isinstance(task, Puzzle) and any(entry.get("data") == task.name for entry in history)
+    return isinstance(task, Puzzle) and bool(history) and all(entry.get("data") == task.name for entry in history)
 
 
 def _keys(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> list[tuple[list[int], int]]:
@@ -248,7 +250,12 @@ def _answer(
     """The items of these rows."""
     prompts = [prompt for prompt, _ in keys for _ in range(attempts)]
     repeats = [number * attempts + attempt for _, number in keys for attempt in range(attempts)]
-    made = generate(lm, prompts, sampler, [sequence_key(prompt, repeat) for prompt, repeat in zip(prompts, repeats, strict=True)])
+    made = generate(
+        lm,
+        prompts,
+        sampler.model_copy(update=UNCOMPARED),
+        [sequence_key(prompt, repeat) for prompt, repeat in zip(prompts, repeats, strict=True)],
+    )
     verdicts = task.verify_all(made.texts, [row for row in rows for _ in range(attempts)])
     items = []
     for n, (row, name) in enumerate(zip(rows, ids, strict=True)):
@@ -285,7 +292,7 @@ def _item(
         prompt=row["prompt"],
         completions=made.texts[own],
         tokens=sum(map(len, tokens)),
-        steps=sum(max(at, default=-1) + 1 for at in steps),
+        steps=sum((made.denoising_steps or [])[own]),
         passes=sum(made.forward_passes[own]),
         traces=traces if traced else [],
         details={"reason": reason} if reason else {},
