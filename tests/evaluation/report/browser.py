@@ -89,7 +89,8 @@ class Browser:
         return base64.b64decode(self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"])
 
     def printed(self) -> bytes:
-        """The page as PDF."""
+        """The page as PDF, as a reader with the color scheme of the last `show` prints it."""
+        self.call("Emulation.setEmulatedMedia", media="")
         return base64.b64decode(self.call("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
 
     def _read(self) -> dict[str, Any]:

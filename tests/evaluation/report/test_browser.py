@@ -113,7 +113,7 @@ def page(request, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 800, 1280])
+@pytest.mark.parametrize("width", [390, 900, 1280])
 def test_nothing_overflows_and_all_text_can_be_read(browser, page, width, scheme):
     browser.requests.clear()
     browser.messages.clear()
@@ -150,7 +150,8 @@ def test_a_grid_plays_and_a_dark_page_prints_dark_on_white(browser, tmp_path):
     assert browser.run(shown).startswith("Step 1")
     browser.run("(() => { const slider = document.querySelector('input'); slider.value = 2; slider.oninput(); })()")
     assert browser.run(shown).startswith("Step 2")
-    browser.show(tmp_path / "report.html", 800, "dark", media="print")
-    assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(252, 251, 249)"
+    browser.show(tmp_path / "report.html", 720, "dark", media="print")  # A4 and Letter without margins
+    assert browser.run("getComputedStyle(document.documentElement).getPropertyValue('--card')") == "#ffffff"
+    assert browser.run("getComputedStyle(document.querySelector('.controls')).display") == "none"
     assert browser.run(OVERFLOWS) == [] and browser.run(CONTRAST)["found"] == []
     assert browser.printed().startswith(b"%PDF")
