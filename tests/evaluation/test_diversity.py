@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 
 import pytest
 import sacrebleu
@@ -15,7 +14,7 @@ from tests import toy
 from tests.helpers import shared_path
 from unmask import log_likelihood
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.diversity import check_library, distinct, generative_perplexity, self_bleu, token_entropy
+from unmask.evaluation.diversity import distinct, generative_perplexity, self_bleu, token_entropy
 from unmask.models.load import load
 
 CAUSAL = ("causal", None, True)
@@ -119,9 +118,3 @@ def test_the_judge_may_compute_in_float64_or_float32():
     exact = generative_perplexity(judge, ["a"], ["abba"], ["1"]).value.mean
     judge.model.to(torch.float32)
     assert generative_perplexity(judge, ["a"], ["abba"], ["1"]).value.mean == pytest.approx(exact, rel=1e-4)
-
-
-def test_a_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ConfigError, match=r"metric self-bleu: needs sacrebleu, .*pip install 'unmask\[eval\]'"):
-        check_library("self-bleu")

@@ -172,8 +172,9 @@ def evaluate(
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
     metric: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Also compare with the reference texts of --task text: rouge or bleu; repeatable."),
+        typer.Option(metavar="NAME", help="Also measure the texts: rouge, bleu, entropy, distinct, self-bleu or perplexity; repeatable."),
     ] = None,
+    judge: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The causal model of --metric perplexity.")] = None,
     accept_unsandboxed: Unsandboxed = False,
     likelihood: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Instead of a task: the likelihood of a file's documents.")
@@ -197,9 +198,9 @@ def evaluate(
     if task:
         accept_unsandboxed_code(accept_unsandboxed)
         source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
-        metrics, report = _evaluate_task(model, sampler, source, shots, metric or [])
-    elif metric:
-        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
+        metrics, report = _evaluate_task(model, sampler, source, shots, metric or [], judge)
+    elif metric or judge:
+        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task NAME")
     else:
         from unmask.evaluation.likelihood import likelihood_of_file
 
@@ -213,17 +214,19 @@ def evaluate(
 
 
 def _evaluate_task(
-    model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int, compared: list[str]
+    model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int, measured: list[str], judge: str | None
 ) -> tuple[dict[str, Any], str]:
     from unmask.data.problems import pose, read_problems
-    from unmask.evaluation.tasks import check_metrics, evaluate_task
+    from unmask.evaluation.tasks import evaluate_task
+    from unmask.evaluation.text_metrics import check_text_metrics, figure
     from unmask.tasks import get_task
 
     task = get_task(str(data.task))
-    check_metrics(task, compared)
+    check_text_metrics(measured, task.name, has_reference=task.reference is not None, has_judge=judge is not None)
+    judged_by = load_model(ModelConfig(path=judge, dtype=model.dtype)) if judge else None
     problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
-    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, compared)
-    return {**result.metrics, **result.statuses}, result.to_json()
+    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, measured, judged_by)
+    return {name: figure(name, value) for name, value in result.metrics.items()} | result.statuses, result.to_json()
 
 
 @app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")

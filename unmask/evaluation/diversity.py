@@ -5,7 +5,6 @@ Shapes: N texts.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.encoding import encode_completion, encode_prompt
+from unmask.data.encoding import Prompt, encode_completion, encode_prompt
 from unmask.data.special_tokens import encode_texts
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.likelihood import log_likelihood
@@ -83,7 +82,7 @@ class Perplexity(NamedTuple):
     tokens: int  # the judge's, that were predicted
 
 
-def generative_perplexity(judge: DiffusionLM, prompts: Sequence[str], texts: Sequence[str], groups: Sequence[str]) -> Perplexity:
+def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: Sequence[str], groups: Sequence[str]) -> Perplexity:
     """The exponential of the mean negative log-likelihood of the judge's tokens of each text after its prompt, exact in one pass.
 
     After an empty prompt, a judge without BOS is given a text's first token. What exceeds the judge's context is left out.
@@ -111,7 +110,7 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[str], texts: Seq
     return Perplexity(interval, len(kept), int(sums_N2[:, 1].sum()))
 
 
-def _judged(judge: DiffusionLM, prompt: str, text: str) -> tuple[list[int], list[int]]:
+def _judged(judge: DiffusionLM, prompt: Prompt, text: str) -> tuple[list[int], list[int]]:
     """The ids that are given, and those that are predicted."""
     given, ids = encode_prompt(judge.tokenizer, prompt), encode_completion(judge.tokenizer, prompt, text)
     if not given:
@@ -120,17 +119,8 @@ def _judged(judge: DiffusionLM, prompt: str, text: str) -> tuple[list[int], list
     return given, ids[:room]
 
 
-def check_texts(texts: Sequence[str], columns: Sequence[str], least: int) -> None:
+def check_texts(texts: Sequence[str], columns: Sequence[object], least: int) -> None:
     """Raise a DataError unless there are `least` texts, and as many entries of another column."""
     if len(texts) < least or len(texts) != len(columns):
         what = f"{len(texts)} texts, and {len(columns)} groups or prompts for them"
         raise DataError(what, remedy=f"Give at least {least} texts, and one group and prompt for each")
-
-
-def check_library(metric: str) -> None:
-    """Raise a ConfigError if the library of self-BLEU is missing."""
-    try:
-        importlib.import_module("sacrebleu")
-    except ImportError as error:
-        remedy = "Install it with pip install 'unmask[eval]'"
-        raise ConfigError(f"needs sacrebleu, which cannot be imported ({error})", where=f"metric {metric}", remedy=remedy) from error

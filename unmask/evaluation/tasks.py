@@ -11,13 +11,12 @@ from itertools import compress
 from typing import Any
 
 from unmask.config.run import SamplerConfig
-from unmask.errors import ConfigError, DataError
-from unmask.evaluation.overlap import check_overlap, overlap
+from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
+from unmask.evaluation.text_metrics import GeneratedTexts, TextScores, check_text_metrics, text_metrics
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.rewards.parsing import answer_of
 from unmask.tasks import Task, split_of
 
 
@@ -31,18 +30,18 @@ class TaskResult:
     groups: list[str]  # one per row; rows of one group have the same solution, and intervals resample whole groups
     completions: list[str]
     statuses: dict[str, int] = field(default_factory=dict)  # number of rows by status
-    overlap: dict[str, Interval] = field(default_factory=dict)  # ROUGE and BLEU against the reference texts, if requested
+    of_texts: TextScores = field(default_factory=TextScores)  # overlap with reference texts, diversity, perplexity, if requested
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
-        """Means with 95% intervals, over all rows and over those whose solution is not in the training split ("unseen"); and `overlap`."""
+        """Means with 95% intervals, over all rows and over those whose solution is not in the training split ("unseen"); and `of_texts`."""
         rows = {"solved": self.solved, "value": self.values}
         means = {name: mean_interval(values, self.groups) for name, values in rows.items()}
         unseen = [split_of(group) == "test" for group in self.groups]
         if 0 < (count := sum(unseen)) < len(unseen):
             groups = list(compress(self.groups, unseen))
             means |= {f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups) for name, values in rows.items()}
-        return means | self.overlap
+        return means | self.of_texts.values
 
     def gain_over(self, before: TaskResult) -> Interval:
         """The paired difference of the solved fraction from an earlier result on the same rows."""
@@ -52,6 +51,7 @@ class TaskResult:
     def to_json(self) -> str:
         metrics = {name: asdict(interval) for name, interval in self.metrics.items()}
         summary = {"task": self.task, "rows": len(self.solved), "metrics": metrics, "statuses": self.statuses}
+        summary |= {"judged": self.of_texts.judged} if self.of_texts.judged else {}
         return json.dumps({**summary, "completions": self.completions}, indent=1)
 
 
@@ -69,29 +69,27 @@ def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, An
     make_requests(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler))
 
 
-def check_metrics(task: Task, metrics: Sequence[str]) -> None:
-    """Raise a ConfigError if the task has no reference texts, or a metric is unknown or its library missing."""
-    if metrics and task.reference is None:
-        what, remedy = f"{task.name} has no reference texts to compare with", "Leave it out, or evaluate on --task text"
-        raise ConfigError(what, where=f"metric {metrics[0]}", remedy=remedy)
-    check_overlap(metrics)
-
-
 def evaluate_task(
-    lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None, metrics: Sequence[str] = ()
+    lm: DiffusionLM,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    sampler: SamplerConfig | None = None,
+    metrics: Sequence[str] = (),
+    judge: DiffusionLM | None = None,
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
     Rows that cannot be verified are counted by status and left out of the metrics.
 
     Args:
-        metrics: "rouge" and "bleu", for tasks with reference texts. If an answer is in tags, only the answer is compared.
+        metrics: of the texts, by their names in `text_metrics.METRICS`.
+        judge: a causal model, for the metric "perplexity".
 
     Raises:
-        ConfigError: as `check_metrics`.
+        ConfigError: as `check_text_metrics`.
         DataError: no row could be verified.
     """
-    check_metrics(task, metrics)
+    check_text_metrics(metrics, task.name, has_reference=task.reference is not None, has_judge=judge is not None)
     texts = generate(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler)).texts
     verdicts = task.verify_all(texts, rows)
     verified = [index for index, verdict in enumerate(verdicts) if verdict.value is not None]
@@ -100,10 +98,14 @@ def evaluate_task(
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
     groups = [rows[index]["group"] for index in verified]
     completions = [texts[index] for index in verified]
-    similarity: dict[str, Interval] = {}
-    if metrics and task.reference is not None:
-        references = [rows[index][task.reference] for index in verified]
-        similarity = overlap(metrics, [answer_of(text) or text for text in completions], references, groups)
+    written = GeneratedTexts(
+        texts=completions,
+        prompts=[rows[index]["prompt"] for index in verified],
+        references=[rows[index][task.reference] for index in verified] if task.reference else None,
+        groups=groups,
+        tokenizer=lm.tokenizer,
+        judge=judge,
+    )
     return TaskResult(
         task=task.name,
         solved=[float(verdicts[index].solved) for index in verified],
@@ -111,5 +113,5 @@ def evaluate_task(
         groups=groups,
         completions=completions,
         statuses=dict(Counter(str(verdict.status) for verdict in verdicts)),
-        overlap=similarity,
+        of_texts=text_metrics(metrics, written) if metrics else TextScores(),
     )
