@@ -15,20 +15,21 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from unmask.artifacts import write_atomic, write_manifest
+from unmask.artifacts import write_manifest
 from unmask.commands.report import read_run
 from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
+from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import Answer, Block, Denoising, Notes, Problem, Record, Report, Section
 from unmask.evaluation.report.page import write_page
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
-from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores
-from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.evaluation.result_file import read_result
+from unmask.evaluation.tasks import evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, random_model
@@ -85,7 +86,6 @@ class Demo:
         self.demonstrations = answered(task, self.train, settings.mistakes, seed + 2)
         self.lm = small_model(task, settings, seed)
         self.runs: list[Run] = []
-        self.results: dict[str, TaskResult] = {}
 
     def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
         """The TrainingArguments that all verbs share."""
@@ -110,8 +110,7 @@ class Demo:
             self.lm.save(self.output / name)
         with progress.phase(f"{name}: evaluate"):
             result = evaluate_task(self.lm, self.task, self.test)
-        write_atomic(self.output / name / "evaluation.json", result.to_json())
-        self.results[name] = result
+        write_result_of_run(self.output / name, self.lm, self.output / name, result)
         self.runs.append(read_run(self.output / name, name, len(self.runs), description=description))
 
     def pretrain(self, phase: Phase) -> None:
@@ -146,19 +145,6 @@ class Demo:
             prompt_mask_rate=0.0,
         )
         GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase).train()
-
-    def result(self, run: Run) -> Result:
-        """The evaluation of a verb's model."""
-        found = self.results[run.name]
-        metrics = {name: Metric(mean=value.mean, low=value.low, high=value.high) for name, value in found.metrics.items()}
-        items = [
-            Item(id=str(number), group=group, scores={"solved": solved, "value": value}, completions=[completion])
-            for number, (group, solved, value, completion) in enumerate(
-                zip(found.groups, found.solved, found.values, found.completions, strict=True)
-            )
-        ]
-        scores = TaskScores(task=self.task.name, protocol={}, metrics=metrics, statuses=found.statuses, items=items)
-        return Result(run.name, run.color, EvaluationResult(model={"path": run.name}, arguments={}, tasks=[scores]))
 
     def denoising(self) -> Block:
         """How one held-out problem is denoised, token by token: a grid for Sudoku, else a text."""
@@ -226,7 +212,7 @@ def report_of(demo: Demo, manifest: Mapping[str, Any]) -> Report:
         subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
         entries=[run.name for run in demo.runs],
         runs=demo.runs,
-        results=[demo.result(run) for run in demo.runs],
+        results=[Result(run.name, run.color, read_result(demo.output / run.name / "evaluation.json")) for run in demo.runs],
         more=[Section(title="One answer, step by step", blocks=[demo.denoising()])],
         last=[notes, Record(title="The demo", values=manifest)],
     )

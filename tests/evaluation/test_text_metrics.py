@@ -13,8 +13,8 @@ from unmask.cli import app
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
 from unmask.evaluation import diversity, overlap
-from unmask.evaluation.statistics import Interval
-from unmask.evaluation.text_metrics import METRICS, GeneratedTexts, check_text_metrics, figure, text_metrics
+from unmask.evaluation.result_file import read_result
+from unmask.evaluation.text_metrics import METRICS, GeneratedTexts, check_text_metrics, text_metrics
 from unmask.tasks import get_task
 
 TEXTS, PROMPTS, GROUPS = ["abab", "<answer>bb</answer>", "aaaa"], ["a", "b", "a"], ["1", "2", "2"]
@@ -58,14 +58,6 @@ def test_a_missing_library_is_named(metric, monkeypatch):
         check_text_metrics([metric], "text", has_reference=True, has_judge=False)
 
 
-def test_figures_are_in_percent_but_for_entropy_and_perplexity():
-    assert (
-        figure("perplexity", Interval(14.2, 13.0, 15.5)) == "14.2 [13, 15.5]"
-        and figure("bleu", Interval(0.5, 0.25, 0.75)) == "50.0% [25.0%, 75.0%]"
-    )
-    assert figure("distinct-1", Interval(0.5, float("-inf"), float("inf"))) == "50.0%"
-
-
 def test_the_command_line_measures_diversity_under_a_judge(tmp_path):
     small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
@@ -78,5 +70,6 @@ def test_the_command_line_measures_diversity_under_a_judge(tmp_path):
     made = CliRunner().invoke(app, [*command, "--judge", str(tmp_path / "model")])
     assert made.exit_code == 0, made.output
     assert "perplexity" in made.stdout and "distinct-3" in made.stdout
-    content = json.loads((tmp_path / "out.json").read_text())
-    assert content["judged"]["tokens"] > 0 and content["metrics"]["perplexity"]["mean"] > 1
+    scores = read_result(tmp_path / "out.json").tasks[0]
+    assert scores.protocol["judged"]["tokens"] > 0 and scores.protocol["judge"]["path"] == str(tmp_path / "model")
+    assert scores.metrics["perplexity"].mean > 1 and not scores.metrics["perplexity"].higher_is_better

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +17,6 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rewards.parsing import answer_of
 
 LOWER_IS_BETTER = {"perplexity", "self-bleu"}
-NO_FRACTIONS = {"perplexity", "entropy"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +127,3 @@ def text_metrics(metrics: Sequence[str], of: GeneratedTexts) -> TextScores:
         found = METRICS[name].measure(of)
         scores = TextScores(scores.values | found.values, scores.judged | found.judged)
     return scores
-
-
-def figure(name: str, value: Interval) -> str:
-    """A value with its interval, if it has one: in percent, but for the entropy and the perplexity."""
-    spec = ".4g" if name in NO_FRACTIONS else ".1%"
-    return format(value, spec) if math.isfinite(value.low) or math.isfinite(value.high) else format(value.mean, spec)
