@@ -57,6 +57,8 @@ ROWS = {
     "preferences.jsonl": {"prompt": "What? ", "chosen": "This.", "rejected": "That."},
     "prompts.jsonl": {"prompt": "What? "},
     "summaries.jsonl": {"prompt": "Say it: ", "answer": "This."},
+    "runs/sft/training_logs.json": {"step": 1, "loss": 2.0},
+    "runs/grpo/training_logs.json": {"step": 1, "reward": 0.5},
 }
 
 

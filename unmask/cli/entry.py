@@ -291,6 +291,29 @@ def runs(
             typer.echo(run["command"])
 
 
+@app.command(epilog="Example: unmask report runs/sft runs/grpo sudoku.json --output report.html")
+def report(
+    sources: Annotated[list[Path], typer.Argument(metavar="RUN|RESULT...", help="Folders of runs, and result files of evaluate.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write each chart and heat map as PNG into this folder.")] = None,
+    title: Annotated[str, typer.Option(metavar="TEXT", help="The heading of the page.")] = "Unmask: runs and evaluations",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output files if they exist.")] = False,
+) -> None:
+    """Write one page of runs and evaluations: curves, scores, speed against quality, decoding order, answers."""
+    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+    if png:
+        check_output_folder(png, overwrite=overwrite)
+    from unmask.commands.report import report_of
+    from unmask.evaluation.report.page import write_page
+    from unmask.evaluation.report.pictures import write_pictures
+
+    content = report_of(sources, title)
+    write_page(content, output)
+    typer.echo(for_stdout(f"{output}: {', '.join(section.title for section in content.sections)}"))
+    if png:
+        typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
+
+
 @app.command()
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",

@@ -25,6 +25,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
+from unmask.training.durable.launchers import check_processes
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,7 @@ class Processes:
     def of_launcher(cls, device: str) -> Processes:
         """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
         found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        if found.count > 1:
-            PartialState(cpu=device == "cpu")
+        check_processes(PartialState(cpu=device == "cpu").num_processes if found.count > 1 else 1)
         return found
 
     def wait(self) -> None:
@@ -69,6 +69,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     lm = load(model.path, **model.load_arguments())
     for name, rows in problems.items():
         check_evaluation(lm, get_task(name), rows, sampler)
+    judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
@@ -81,7 +82,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     parts, seconds = [], {}
     for name, rows in problems.items():
         part_start = time.perf_counter()
-        parts.append(_scores(lm, evaluation, sampler, get_task(name), rows, log))
+        parts.append(_scores(lm, evaluation, sampler, get_task(name), rows, log, judge))
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
         parts.append(_likelihood(lm, evaluation, sampler.seed))
@@ -108,7 +109,7 @@ def _speeds(parts: list[TaskScores], seconds: Mapping[str, float], log: ItemLog 
 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
-    check_metrics(task, evaluation.metric or [])
+    check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
     check_attempts(evaluation.attempts, evaluation.ks, sampler)
     count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
     problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
@@ -116,13 +117,20 @@ def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) 
 
 
 def _scores(
-    lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, task: Task, rows: list[Row], log: ItemLog | None
+    lm: DiffusionLM,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    task: Task,
+    rows: list[Row],
+    log: ItemLog | None,
+    judge: DiffusionLM | None,
 ) -> TaskScores:
     attempts, ks = evaluation.attempts, evaluation.ks
-    result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log)
+    result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log, judge=judge)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(evaluation.sources.get(task.name, "generated"))
-    return result.to_scores(data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
+    return result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
 
 
 def _likelihood(lm: DiffusionLM, evaluation: EvaluationConfig, seed: int) -> TaskScores:
