@@ -26,6 +26,7 @@ from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
+from unmask.cli.compare import compare
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
 
 
@@ -224,6 +225,9 @@ def _evaluate_task(
     problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
     result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, compared)
     return {**result.metrics, **result.statuses}, result.to_json()
+
+
+app.command(epilog="Example: unmask compare before.json after.json --picture differences.png")(compare)
 
 
 @app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")

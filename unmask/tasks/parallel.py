@@ -161,7 +161,7 @@ class Count(ListTask):
     letters = "abcd"
     alphabet = string.ascii_lowercase + string.digits + " ="
     entry = "[a-z][1-9][0-9]?"
-    instructions = "Count how often each letter occurs. Give each letter with its count, in alphabetical order, as a1 b3, between <answer> and </answer>."
+    instructions = "Count each letter. Give letters with their counts, in alphabetical order, as a1 b3, between <answer> and </answer>."
 
     def __init__(self, *, min_letters: int = 4, max_letters: int = 8):
         super().__init__(min_letters=min_letters, max_letters=max_letters)
