@@ -58,4 +58,6 @@ def _draw(axis: Any, metric: str, panel: list[Difference], first: str) -> None:
     axis.set_xlabel(
         shown(f"difference from {first} ({better} is better)" if several else f"{panel[0].other} - {first} ({better} is better)")
     )
+    if all(each.fraction for each in panel):
+        axis.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+g}%" if abs(value) > 1e-9 else "0")
     axis.set_title(shown(metric), loc="left")
