@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from unmask.errors import DataError
 from unmask.evaluation import statistics
-from unmask.evaluation.statistics import Interval, group_bootstrap_mean, paired_difference, wilson_interval
+from unmask.evaluation.statistics import Interval, group_bootstrap_mean, holm, paired_difference, sign_flip_p_value, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -134,3 +135,55 @@ def test_an_interval_is_formatted_in_percent_by_default():
     assert str(interval) == f"{interval}" == "93.4% [91.2%, 95.1%]"
     assert f"{interval:.2f}" == "0.93 [0.91, 0.95]"
     assert interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)
+
+
+def test_holm_is_the_hand_calculation():
+    # sorted: .01 * 4, .02 * 3, .03 * 2, .04 * 1; each at least the one before
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([0.005, 0.011, 0.02, 0.04, 0.13]) == pytest.approx([0.025, 0.044, 0.06, 0.08, 0.13])  # Aickin and Gensler 1996, table 2
+    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([0.2]) == [0.2] and holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
+def test_holm_is_between_no_correction_and_bonferroni_and_keeps_the_order(p_values):
+    adjusted = holm(p_values)
+    assert all(p <= q <= min(1.0, len(p_values) * p) + 1e-12 for p, q in zip(p_values, adjusted, strict=True))
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    assert [adjusted[index] for index in order] == sorted(adjusted)
+
+
+def test_sign_flips_equal_their_enumeration():
+    values, groups = np.array([0.5, 0.25, 1.0, -0.25, 0.75, 0.5, 0.0]), [0, 0, 1, 2, 3, 4, 5]
+    sums = [0.75, 1.0, -0.25, 0.75, 0.5]
+    flips = [abs(sum(sign * each for sign, each in zip(signs, sums, strict=True))) for signs in itertools.product((1, -1), repeat=5)]
+    exact = sum(flip >= abs(sum(sums)) for flip in flips) / len(flips)
+    assert sign_flip_p_value(values, groups) == exact
+    assert sign_flip_p_value(values, groups) == sign_flip_p_value(-values, groups) == sign_flip_p_value(values[::-1], groups[::-1])
+
+
+@pytest.mark.parametrize(("count", "smallest"), [(1, 1.0), (2, 0.5), (5, 2 / 32)])
+def test_few_groups_are_never_significant_by_themselves(count, smallest):
+    assert sign_flip_p_value(np.ones(40), np.arange(40) % count) == smallest
+
+
+def test_drawn_flips_agree_with_all_flips():
+    values = np.random.default_rng(10).normal(0.3, 1.0, size=12)
+    exact, drawn = sign_flip_p_value(values, range(12)), sign_flip_p_value(values, range(12), samples=4000)
+    assert drawn != exact and abs(drawn - exact) < 4 * math.sqrt(exact / 4000)
+
+
+def test_no_difference_has_p_value_one():
+    assert sign_flip_p_value(np.zeros(5), range(5)) == 1.0
+
+
+def test_true_hypotheses_are_rejected_at_most_as_often_as_stated_also_of_many_with_few_groups_that_differ():
+    rng, trials, single, family = np.random.default_rng(9), 150, 0, 0
+    for _ in range(trials):
+        p_values = []
+        for _ in range(4):  # tasks: two models of equal skill, that differ in a tenth of the groups
+            groups = np.repeat(np.arange(40), rng.integers(1, 5, 40))
+            change = rng.choice([-1, 0, 1], p=[0.05, 0.9, 0.05], size=40)[groups]
+            p_values.append(sign_flip_p_value(change, groups, samples=600))
+        single += p_values[0] <= 0.05
+        family += min(holm(p_values)) <= 0.05
+    assert single / trials <= 0.09 and family / trials <= 0.09  # 0.05 and two standard deviations

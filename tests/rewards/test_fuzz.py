@@ -33,6 +33,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "sudoku9": {"puzzle": "0" * 9 + "456789123789123456231674895875291364694538217317865942542917638968342571",
                 "solution": "123456789456789123789123456231674895875291364694538217317865942542917638968342571"},
     "countdown": {"numbers": [30, 100, 93], "target": 23},
+    **{name: {"letters": "k d b e"} for name in ("copy", "sort", "shuffle", "count")},
     "gsm8k": {"answer": "72"},
     "multiple_choice": {"letter": "B", "choices": ["a", "b", "c"]},
     "text": {"answer": "signs"},

@@ -17,7 +17,7 @@ from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, as_puzzle, get_rewards, get_task, split_of
 
-NAMES = ("sudoku", "sudoku9", "countdown")
+NAMES = ("sudoku", "sudoku9", "countdown", "copy", "sort", "shuffle", "count")
 every_task = pytest.mark.parametrize("name", NAMES)
 seeds = st.integers(0, 2**32)
 

@@ -26,6 +26,7 @@ from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
+from unmask.cli.compare import compare
 from unmask.cli.evaluate import evaluate
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
@@ -170,6 +171,9 @@ def generate(
 
 
 app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)
+
+
+app.command(epilog="Example: unmask compare before.json after.json --picture differences.png")(compare)
 
 
 @app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")

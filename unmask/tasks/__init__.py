@@ -7,5 +7,6 @@ from unmask.tasks.countdown import Countdown, Countdown4
 from unmask.tasks.gsm8k import GSM8K
 from unmask.tasks.math500 import Math500
 from unmask.tasks.ocaml import Exercism, MultiPLT
+from unmask.tasks.parallel import Copy, Count, Shuffle, Sort
 from unmask.tasks.sudoku import Sudoku, Sudoku9
 from unmask.tasks.text import MultipleChoice, Text

@@ -1,0 +1,109 @@
+"""Speed against quality: the score of a model at several settings of its sampler, and the area under that curve.
+
+Shapes: N items, M points of a curve, R resamples, C columns that are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from unmask.config.sampler import SamplerConfig
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError, DataError, did_you_mean
+from unmask.evaluation.result_file import Metric, TaskScores
+from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interval
+
+SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
+"""The settings of a sampler that trade quality for speed."""
+PENALTY, TOLERATED = 3.0, 5.0  # of AUP: alpha, and the points of accuracy that a curve may lose
+AREA_RESAMPLES = 2_000
+
+
+def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
+    """The sampler at each point of a curve such as "steps=8,16,32".
+
+    Raises:
+        ConfigError: the text is no such curve, its setting is not among SETTINGS, or a value does not fit the rest of the sampler.
+    """
+    name, _, text = curve.partition("=")
+    values = [value.strip() for value in text.split(",")]
+    if name not in SETTINGS:
+        raise ConfigError(f"{name!r} is no setting of speed", where="curve", remedy=did_you_mean(name, SETTINGS))
+    if len(set(values)) < max(2, len(values)) or not all(values):
+        remedy = "Give two different values or more, as steps=8,16,32"
+        raise ConfigError(f"{text!r} are not the points of a curve", where="curve", remedy=remedy)
+    return [SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")}) for value in values]
+
+
+def with_speed(scores: TaskScores) -> TaskScores:
+    """The scores with two more metrics: forward passes per item, and tokens per forward pass (of all items together)."""
+    groups = [item.group for item in scores.items]
+    passes = mean_interval([float(item.passes) for item in scores.items], groups)
+    work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
+    parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
+    metrics = {"passes": _metric(passes, higher_is_better=False), "tokens per pass": _metric(parallelism, higher_is_better=True)}
+    return scores.model_copy(update={"metrics": scores.metrics | metrics})
+
+
+def _metric(interval: Interval, *, higher_is_better: bool) -> Metric:
+    low, high = (bound if np.isfinite(bound) else None for bound in (interval.low, interval.high))
+    return Metric(mean=interval.mean, low=low, high=high, higher_is_better=higher_is_better)
+
+
+def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = None) -> np.ndarray:
+    """Accuracy under parallelism: the area under the curve of accuracy against parallelism, in which points count less the further they are
+    below the best accuracy. Points more than 5 percentage points below the slowest one are left out. Accuracies of exp(-3 (1 - y / best))
+    and tokens per pass r, in ascending order of r:
+
+        r_1 y_1 + sum over i > 1 of (r_i - r_(i-1)) (y_i w(y_i) + y_(i-1) w(y_(i-1))) / 2
+
+    Args:
+        tokens_per_pass: [..., M], positive.
+        percent: [..., M], accuracies from 0 to 100.
+        best: the best accuracy on the task, of any method that is compared; None: that of this curve.
+
+    Returns:
+        [...], in percentage points times tokens per pass.
+
+    Source: Y.-Y. Qian et al., "d3LLM: Ultra-Fast Diffusion LLM using Pseudo-Trajectory Distillation" (2026). Their code refuses a curve
+    whose fastest point is left out; their text, and this, leave the point out.
+    """
+    rate_M, percent_M = np.asarray(tokens_per_pass, dtype=np.float64), np.asarray(percent, dtype=np.float64)
+    order_M = np.argsort(rate_M, axis=-1, kind="stable")
+    rate_M, percent_M = np.take_along_axis(rate_M, order_M, -1), np.take_along_axis(percent_M, order_M, -1)
+    top = percent_M.max(-1, keepdims=True) if best is None else np.float64(best)
+    # A point that is left out repeats the last one that counts: between equal points there is no area.
+    kept_M = np.where(percent_M >= percent_M[..., :1] - TOLERATED, np.arange(rate_M.shape[-1]), 0)
+    kept_M = np.maximum.accumulate(kept_M, axis=-1)
+    rate_M, percent_M = np.take_along_axis(rate_M, kept_M, -1), np.take_along_axis(percent_M, kept_M, -1)
+    weighted_M = percent_M * np.minimum(np.exp(-PENALTY * (1 - percent_M / np.where(top > 0, top, 1.0))), 1.0)
+    areas_M = np.diff(rate_M, axis=-1) * (weighted_M[..., 1:] + weighted_M[..., :-1]) / 2
+    area: np.ndarray = rate_M[..., 0] * percent_M[..., 0] + areas_M.sum(-1)
+    return area
+
+
+def area_under(points: Sequence[TaskScores], metric: str = "solved") -> Interval:
+    """AUP of the points of a curve, with its 95% interval over groups of the items that are scored at all points; a resample has the same
+    items at each point. Its best accuracy is that of the curve.
+
+    Raises:
+        DataError: no item is scored at all points.
+    """
+    scored = [{item.id: item for item in point.items if metric in item.scores} for point in points]
+    shared = sorted(set.intersection(*(set(items) for items in scored))) if scored else []
+    if not shared:
+        what, remedy = f"no item has the score {metric!r} at all points", "Evaluate all points on the same problems"
+        raise DataError(what, where="curve", remedy=remedy)
+    columns = [
+        [(items[name].scores[metric], float(items[name].tokens), float(items[name].passes), 1.0) for name in shared] for items in scored
+    ]
+    values_NC = np.concatenate([np.array(column) for column in columns], axis=1)
+
+    def area(sums_RC: np.ndarray) -> np.ndarray:
+        sums_RM4 = sums_RC.reshape(len(sums_RC), len(points), 4)
+        return aup(sums_RM4[..., 1] / sums_RM4[..., 2], 100 * sums_RM4[..., 0] / sums_RM4[..., 3])
+
+    return group_bootstrap(values_NC, area, [scored[0][name].group for name in shared], samples=AREA_RESAMPLES)
