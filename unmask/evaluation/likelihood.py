@@ -22,6 +22,7 @@ from unmask.diffusion.likelihood import Bound, elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.evaluation.statistics import student_quantile
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.model_state import evaluating
@@ -46,6 +47,13 @@ class LogLikelihoods:
     def standard_errors(self) -> Tensor:
         """[B], in nats: of the estimates, over the random masks; 0 where a value is exact, NaN where the views are too few to tell."""
         return torch.stack([difference_P.square().sum().sqrt() for difference_P in self.differences]) if self.differences else self.values
+
+    def half_widths(self, confidence: float = 0.95) -> Tensor:
+        """[B], in nats: of the intervals around the values, by Student's t with a degree of freedom for each difference."""
+        factors = [student_quantile(0.5 + confidence / 2, len(difference_P)) for difference_P in self.differences]
+        return torch.tensor(
+            [0.0 if error == 0 else error * factor for error, factor in zip(self.standard_errors.tolist(), factors, strict=True)]
+        )
 
 
 def default_estimator(lm: DiffusionLM) -> Estimator:
