@@ -50,7 +50,7 @@ def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
     exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
     assert exact.tolist() == pytest.approx([sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10)
     bounds = [sum(map(toy.lower_bound, tables(lm, *pair))) for pair in PAIRS]
-    repeats = 40
+    repeats = 20
     estimates = torch.stack([log_likelihood(lm, PROMPTS, COMPLETIONS, "elbo", samples=3, seed=seed) for seed in range(repeats)])
     errors = estimates.std(0) / math.sqrt(repeats)
     for mean, error, bound in zip(estimates.mean(0).tolist(), errors.tolist(), bounds, strict=True):
