@@ -191,6 +191,14 @@ def test_the_default_is_exact_where_that_is_cheap():
     assert default_estimator(toy.toy(attention=("block_causal", 5, True))) == "elbo"
 
 
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_small_blocks_are_summed_over_all_orders(size, shift):
+    lm = toy.toy(attention=("block_causal", size, shift))
+    expected = [sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS]
+    assert log_likelihood(lm, PROMPTS, COMPLETIONS).tolist() == pytest.approx(expected, abs=1e-9)
+
+
 def test_completions_of_one_prompt_have_common_masks():
     """Of equal tokens the estimates are equal, those of another prompt's key are not, and `keys` sets them."""
     lm = toy.toy()

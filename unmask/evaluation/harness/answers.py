@@ -24,7 +24,7 @@ class LogLikelihood(float):
         self.differences = tuple(differences)
         return self
 
-    def __getnewargs__(self) -> tuple[float, tuple[float, ...]]:
+    def __getnewargs__(self) -> tuple[float, tuple[float, ...]]:  # type: ignore[override]
         return float(self), self.differences
 
     @property

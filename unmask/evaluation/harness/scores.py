@@ -86,7 +86,7 @@ def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tup
     with np.errstate(all="ignore"):
         try:
             by_means, whole = of_means(values_NC.mean(0)), float(aggregate(list(values)))
-        except Exception:  # any metric may be given here; one that refuses a mean is no function of it
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # one that refuses a mean is no function of it
             return None, None
         if not math.isclose(by_means, whole, rel_tol=1e-9, abs_tol=1e-12):
             return None, None
