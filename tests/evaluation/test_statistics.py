@@ -134,3 +134,9 @@ def test_an_interval_is_formatted_in_percent_by_default():
     assert str(interval) == f"{interval}" == "93.4% [91.2%, 95.1%]"
     assert f"{interval:.2f}" == "0.93 [0.91, 0.95]"
     assert interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(3, 3.182), (8, 2.306), (31, 2.040), (1000, 1.962)])
+def test_students_quantiles_are_those_of_the_tables(degrees, expected):
+    assert statistics.student_quantile(0.975, degrees) == pytest.approx(expected, rel=0.012 if degrees < 5 else 1e-3)
+    assert statistics.student_quantile(0.975, 0) == math.inf
