@@ -72,6 +72,13 @@ def test_an_error_quotes_nothing_of_a_secret(value: str) -> None:
         assert caught.value.__context__ is None  # a traceback would quote it
 
 
+@pytest.mark.parametrize("override", ["training=hub_token=sEcReT", "--hub_token sEcReT", "training.hub_token sEcReT"])
+def test_a_misspelt_override_shows_no_secret(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_layers(overrides=["model.path=m", "output_dir=o", override]))
+    assert "hub_token" in str(caught.value) and "sEcReT" not in str(caught.value)
+
+
 def test_errors_outside_of_a_secret_name_what_is_wrong() -> None:
     texts = "hub_token: x\na: *b", "hub_token: {x: 1}\nb: 1\nb: 2", "hub_token: [x]\na: !b x", "a: {hub_token: {b: c}, b: 1, b: 2}"
     for text in texts:
