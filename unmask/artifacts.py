@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import math
@@ -9,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from unmask.redaction import masked, masked_argument
 
 VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
 """The names of variables that are settings of a run."""
+MAX_FILE = 2**30
+"""Bytes of a file of a run at most."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 
@@ -39,6 +43,31 @@ def write_atomic(path: str | Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def read_file(path: str | Path) -> str:
+    """The text of a UTF-8 file in a folder that others may write to.
+
+    Raises:
+        OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE` bytes, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if found.st_size > MAX_FILE:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_FILE:,} bytes", str(path))
+        with open(descriptor, encoding="utf-8", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def irregular_file(folder: Path) -> str | None:
+    """The name of an entry of a folder that is neither a file nor a folder, which would hang what reads it; None: there is none."""
+    return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), None)
 
 
 def default_mode() -> int:
@@ -88,7 +117,7 @@ class MetricsLog:
         if not self.path.exists():
             raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
         records = []
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        for number, line in enumerate(read_file(self.path).splitlines(keepends=True), start=1):
             if line.endswith("\n"):
                 try:
                     records.append(json.loads(line))

@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
+from unmask.artifacts import read_file
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare
@@ -308,7 +309,7 @@ class ConvertTrainer:
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
                 raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
         if (config := checkpoint / CONFIG_NAME).is_file():
-            setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
+            setattr(self.lm.config, HISTORY_KEY, json.loads(read_file(config)).get(HISTORY_KEY, []))
         return number
 
     def _stage_folder(self, number: int) -> Path:

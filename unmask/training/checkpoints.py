@@ -23,6 +23,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE, resumes_in_place
 from unmask.errors import TrainingError, first_line
 from unmask.training.durable.checkpoint_files import fault
@@ -147,7 +148,7 @@ def check_last(checkpoint: Path, output: Path) -> None:
 def steps_done(checkpoint: Path) -> int | None:
     """The optimizer steps before the checkpoint; None if its state file, which is written last, is missing or incomplete."""
     try:
-        return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+        return json.loads(read_file(checkpoint / TRAINER_STATE_NAME))["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 
-from unmask.artifacts import default_mode, write_atomic
+from unmask.artifacts import default_mode, irregular_file, read_file, write_atomic
 from unmask.errors import TrainingError, first_line
 from unmask.training.resume.record import RECORD_FILE
 
@@ -112,7 +112,9 @@ def fault(folder: Path) -> str | None:
     """The first difference between a checkpoint and its list of files, as a sentence; None: there is none. A checkpoint of an earlier
     version has no list: its files are only opened."""
     try:
-        text = (folder / FILE_LIST).read_text(encoding="utf-8")
+        if irregular := irregular_file(folder):
+            return f"{irregular} is not a file"
+        text = read_file(folder / FILE_LIST)
     except FileNotFoundError:
         return f"{FILE_LIST} is missing" if (folder / RECORD_FILE).exists() else _unreadable(folder)
     except (OSError, ValueError) as error:
@@ -139,7 +141,7 @@ def _unreadable(folder: Path) -> str | None:
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         try:
             if path.suffix == ".json":
-                json.loads(path.read_text(encoding="utf-8"))
+                json.loads(read_file(path))
             elif path.suffix == ".safetensors":
                 with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
                     pass
