@@ -188,7 +188,14 @@ def evaluate_task(
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
+    of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
+    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+
+
+def _text_scores(
+    lm: DiffusionLM, task: Task, verified: Sequence[tuple[Mapping[str, Any], Item]], metrics: Sequence[str], judge: DiffusionLM | None
+) -> TextScores:
+    pairs = [(text, row) for row, item in verified for text in item.completions]
     written = GeneratedTexts(
         texts=[text for text, _ in pairs],
         prompts=[row["prompt"] for _, row in pairs],
@@ -197,8 +204,7 @@ def evaluate_task(
         tokenizer=lm.tokenizer,
         judge=judge,
     )
-    of_texts = text_metrics(metrics, written) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+    return text_metrics(metrics, written)
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
