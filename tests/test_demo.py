@@ -9,6 +9,7 @@ import pytest
 import unmask
 from unmask.demo import DESCRIPTIONS, Demo, DemoSettings, run_demo
 from unmask.errors import TrainingError
+from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
 
@@ -34,8 +35,8 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
     for name in names:
         lm = unmask.load(output / name)
         assert lm.attention == ("causal" if name == "pretrain" else "bidirectional")
-        evaluation = json.loads((output / name / "evaluation.json").read_text())
-        assert evaluation["completions"] == evaluate_task(lm, get_task(task), test_rows).completions
+        evaluation = read_result(output / name / "evaluation.json")
+        assert evaluation.tasks[0].items == evaluate_task(lm, get_task(task), test_rows).items
 
 
 def test_no_solution_is_both_trained_on_and_tested(tmp_path):

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from unmask.artifacts import write_atomic, write_manifest
+from unmask.artifacts import write_manifest
 from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
+from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.report import Denoising, Report, VerbResult, write_report
 from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
@@ -107,7 +108,7 @@ class Demo:
             self.lm.save(self.output / name)
         with progress.phase(f"{name}: evaluate"):
             result = evaluate_task(self.lm, self.task, self.test)
-        write_atomic(self.output / name / "evaluation.json", result.to_json())
+        write_result_of_run(self.output / name, self.lm, self.output / name, result)
         self.results[name] = result
         seconds = time.monotonic() - started
         self.verbs.append(VerbResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))

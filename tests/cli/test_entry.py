@@ -420,40 +420,6 @@ def test_inspect_refuses_what_it_cannot_plan(options: list[str], message: str, f
     assert message in result.stderr
 
 
-def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    calls = []
-
-    def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig, metrics: list[str]) -> SimpleNamespace:
-        assert metrics == []
-        calls.append((lm, task.name, rows, sampler))
-        figures = {"solved": 0.123456, "rows": len(rows)}
-        return SimpleNamespace(metrics=figures, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
-
-    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task, check_metrics=lambda task, metrics: None)
-    output = tmp_path / "out.json"
-    command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
-    result = run(*command)
-    assert result.exit_code == 0, result.output
-    [(lm, task, rows, sampler)] = calls
-    assert (lm, task, len(rows), sampler) == ("the model", "sudoku", 5, SamplerConfig(steps=4))
-    assert "0.1235" in result.stdout and "timeout" in result.stdout
-    assert json.loads(output.read_text()) == {"solved": 0.123456}
-
-    output.write_text("kept")
-    refused = run(*command)
-    assert (refused.exit_code, output.read_text()) == (2, "kept")
-    assert len(calls) == 1
-    assert run(*command, "--overwrite").exit_code == 0
-    assert output.read_text() != "kept"
-
-
-@pytest.mark.parametrize("what", [[], ["--task", "sudoku", "--likelihood", "a.txt"]])
-def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> None:
-    result = run("evaluate", "m", *what)
-    assert result.exit_code == 2
-    assert "either --task or --likelihood" in result.stderr
-
-
 @pytest.mark.parametrize("verb", VERB_HELP)
 @pytest.mark.parametrize(
     ("flags", "form"),

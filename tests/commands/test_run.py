@@ -16,6 +16,7 @@ from tests.training.tiny_runs import QUICK, equal, tiny, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.commands.run import forget_earlier_run
 from unmask.config.yaml import parse_yaml
+from unmask.evaluation.result_file import read_result
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.load import load
 from unmask.sandbox.outcome import Status
@@ -46,8 +47,8 @@ def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
         assert json.loads((output / "manifest.json").read_text())["verb"] == verb
         assert (output / "evaluation.json").exists() == ("sudoku" in options)
         assert MetricsLog(output / "training_logs.json").read()[0]["step"] == 1
-    evaluation = json.loads((tmp_path / "grpo" / "evaluation.json").read_text())
-    assert evaluation["rows"] == 4 and len(evaluation["completions"]) == 4
+    (scores,) = read_result(tmp_path / "grpo" / "evaluation.json").tasks
+    assert len(scores.items) == 4 and all(item.completions for item in scores.items)
 
     final = tmp_path / "grpo" / "model"
     sampler = ["--max-new-tokens", "17"]
@@ -407,8 +408,7 @@ def test_problems_are_put_as_conversations_and_each_status_is_logged(tmp_path):
     metrics = MetricsLog(tmp_path / "out" / "training_logs.json").read()[0]
     statuses = [metrics[f"rewards/sudoku/{status}"] for status in get_args(Status)]
     assert sum(statuses) == pytest.approx(1) and metrics["unscored"] == 0
-    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert evaluation["rows"] == 4
+    assert len(read_result(tmp_path / "out" / "evaluation.json").tasks[0].items) == 4
 
 
 SCRIPT = """

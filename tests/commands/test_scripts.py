@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from accelerate.utils import DistributedType
 from tests.helpers import REPOSITORY, run_all
 from tests.training.tiny_runs import QUICK, SMALL
 from unmask.config.yaml import parse_yaml
+from unmask.evaluation.result_file import read_result
 
 SCRIPTS = REPOSITORY / "scripts"
 TOOLS = "/usr/bin:/bin"
@@ -130,7 +130,7 @@ def test_a_run_of_reinforcement_learning(model, tmp_path):
     assert "DIFFU_MODEL_PATH is read as model.path" in called.stderr
     training = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]
     assert training["activation_checkpointing"] and training["beta"] == 0.04
-    assert json.loads((tmp_path / "out" / "evaluation.json").read_text())["rows"] == 4
+    assert len(read_result(tmp_path / "out" / "evaluation.json").tasks[0].items) == 4
     for arguments, words in [(["sudoko", "memory"], "Did you mean 'grpo-sudoku'?"), (["sudoku", "fast"], "'balanced'")]:
         refused = run(*arguments, path=path, **environment)
         assert refused.returncode == 2 and words in refused.stderr, refused.stderr

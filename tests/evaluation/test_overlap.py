@@ -12,6 +12,7 @@ import sacrebleu
 from rouge_score import rouge_scorer
 from typer.testing import CliRunner
 
+from tests.evaluation.test_tasks import written
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
 from unmask.data.problems import read_problems
@@ -19,6 +20,7 @@ from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
 from unmask.evaluation.overlap import overlap
+from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
 
@@ -93,18 +95,14 @@ def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     task = get_task("text")
     rows = read_problems(task, str(write_rows(tmp_path)), None, split="test")
     lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
-    written = [f"so: <answer>{TEXTS[0]}</answer>", *TEXTS[1:]]
-
-    class Written:
-        texts = written
-
-    monkeypatch.setattr(tasks, "generate", lambda *_: Written())
+    texts = [f"so: <answer>{TEXTS[0]}</answer>", *TEXTS[1:]]
+    monkeypatch.setattr(tasks, "generate", lambda *_: written(texts))
     result = evaluate_task(lm, task, rows, SamplerConfig(), ["rouge", "bleu"])
     expected = overlap(["rouge", "bleu"], TEXTS, REFERENCES, [row["group"] for row in rows])
     assert result.overlap == expected
-    figures = json.loads(result.to_json())["metrics"]
-    assert figures["bleu"] == {"mean": expected["bleu"].mean, "low": expected["bleu"].low, "high": expected["bleu"].high}
-    assert figures["solved"]["mean"] == 0.25 and not evaluate_task(lm, task, rows).overlap
+    figures = result.to_scores().metrics
+    assert figures["bleu"] == tasks.as_metric(expected["bleu"])
+    assert figures["solved"].mean == 0.25 and not evaluate_task(lm, task, rows).overlap
 
 
 def test_the_command_line_measures_them(tmp_path):
@@ -116,7 +114,7 @@ def test_the_command_line_measures_them(tmp_path):
     command += ["--metric", "bleu", "--output", str(tmp_path / "out.json"), "--task"]
     made = CliRunner().invoke(app, [*command, "text"])
     assert made.exit_code == 0, made.output
-    assert json.loads((tmp_path / "out.json").read_text())["metrics"].keys() >= {"solved", "rouge1", "rouge2", "rougeL", "bleu"}
+    assert read_result(tmp_path / "out.json").tasks[0].metrics.keys() >= {"solved", "rouge1", "rouge2", "rougeL", "bleu"}
     assert "rougeL" in made.stdout and "bleu" in made.stdout
     for other, words in (("sudoku", "sudoku has no reference texts"), (None, "a likelihood compares no texts")):
         last = [other] if other else ["text"]

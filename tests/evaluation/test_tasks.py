@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from unmask.config.run import SamplerConfig
 from unmask.demo import DemoSettings, small_model
-from unmask.errors import DataError
+from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
+from unmask.evaluation.result_file import Item
 from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.generation.output import Generation
 from unmask.generation.sampler import generate
+from unmask.models.model_card import HISTORY_KEY
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import get_task
 
@@ -23,13 +28,18 @@ LM = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
 
 def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
     """The result of a model with these completions."""
-
-    class Written:
-        def __init__(self, *_: object) -> None:
-            self.texts = texts
-
-    monkeypatch.setattr(tasks, "generate", Written)
+    monkeypatch.setattr(tasks, "generate", lambda *_: written(texts))
     return evaluate_task(LM, TASK, ROWS)
+
+
+def written(texts: list[str]) -> Generation:
+    """A generation of these texts, of one token each."""
+    each = len(texts)
+    return Generation([[4]] * each, texts, [[4]] * each, [[0.0]] * each, [[0]] * each, [1] * each)
+
+
+def item(group: str, solved: float) -> Item:
+    return Item(id=group, group=group, scores={"solved": solved, "value": 0.5}, completions=[""])
 
 
 def test_right_wrong_and_malformed_answers(monkeypatch):
@@ -52,17 +62,18 @@ def test_right_wrong_and_malformed_answers(monkeypatch):
 
 def test_results_on_different_rows_are_not_compared(monkeypatch):
     one = result_of([row["completion"] for row in ROWS], monkeypatch)
-    other = TaskResult("sudoku", one.solved, one.values, one.groups[::-1], one.completions)
+    other = TaskResult("sudoku", one.items[::-1])
     with pytest.raises(AssertionError, match="different rows"):
         one.gain_over(other)
 
 
-def test_the_json_holds_the_figures_and_the_completions(monkeypatch):
+def test_the_scores_hold_the_figures_and_the_completions(monkeypatch):
     result = result_of([row["completion"] for row in ROWS[:3]] + ["", "1", "\n␄"] * 3, monkeypatch)
-    written = json.loads(result.to_json())
-    solved = result.metrics["solved"]
-    assert written["metrics"]["solved"] == {"mean": solved.mean, "low": solved.low, "high": solved.high}
-    assert (written["task"], written["rows"], written["completions"]) == ("sudoku", 12, result.completions)
+    scores, solved = result.to_scores(shots=0), result.metrics["solved"]
+    assert (scores.metrics["solved"].mean, scores.metrics["solved"].low) == (solved.mean, solved.low)
+    assert (scores.task, len(scores.items), scores.protocol["shots"], scores.protocol["rows"]) == ("sudoku", 12, 0, 12)
+    assert [one.completions for one in scores.items] == [[text] for text in result.completions]
+    assert scores.items[0].prompt == ROWS[0]["prompt"] and scores.total("tokens") == 12
 
 
 def test_the_default_sampler_is_greedy_with_the_task_s_answer_length():
@@ -77,11 +88,22 @@ def test_the_default_sampler_is_greedy_with_the_task_s_answer_length():
 def test_unseen_solutions_are_reported_separately():
     task = get_task("sudoku")
     rows = [*task.generate("train", 3, 0), *task.generate("test", 2, 0)]
-    result = TaskResult("sudoku", [0.0, 0.0, 0.0, 1.0, 0.0], [0.5] * 5, [row["group"] for row in rows], [""] * 5)
+    items = [item(row["group"], solved) for row, solved in zip(rows, [0.0, 0.0, 0.0, 1.0, 0.0], strict=True)]
+    result = TaskResult("sudoku", items, knows_split=True)
     assert result.metrics["solved"].mean == 0.2
     assert result.metrics["solved, 2 unseen"].mean == 0.5
-    alone = TaskResult("sudoku", [1.0, 0.0], [0.5] * 2, [row["group"] for row in rows[3:]], [""] * 2)
-    assert set(alone.metrics) == {"solved", "value"}
+    for alone in (TaskResult("sudoku", items[3:], knows_split=True), TaskResult("sudoku", items)):
+        assert set(alone.metrics) == {"solved", "value"}
+
+
+@pytest.mark.parametrize(
+    ("data", "knows"),
+    [(["sudoku"], True), (["sudoku", "sudoku"], True), (["sudoku", "pairs.jsonl"], False), (["sudoku", None], False), ([], False)],
+)
+def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_seen(data, knows):
+    lm = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+    setattr(lm.config, HISTORY_KEY, [{"verb": "sft", "data": name} for name in data])
+    assert evaluate_task(lm, TASK, ROWS[:2]).knows_split == knows
 
 
 def test_unverified_rows_are_left_out_and_counted(monkeypatch):
@@ -93,3 +115,52 @@ def test_unverified_rows_are_left_out_and_counted(monkeypatch):
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts[:1] * 12)
     with pytest.raises(DataError, match="no row could be verified: no sandbox"):
         result_of(["?"] * 12, monkeypatch)
+
+
+DRAWN = SamplerConfig(max_new_tokens=4, temperature=1.0, seed=3)
+
+
+def float64_model():
+    lm = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+    return lm.bind(lm.model.double())
+
+
+def test_an_item_depends_on_no_batch_and_no_order():
+    lm, rows = float64_model(), [*ROWS, *ROWS[:3], {**ROWS[0], "group": "another"}]  # equal rows, and equal prompts of different rows
+    expected = evaluate_task(lm, TASK, rows, DRAWN, attempts=2, pass_at=[1, 2]).items
+    assert len({item.id for item in expected}) == len(rows)
+    for batch_size in (1, 3, 8):
+        sampler = DRAWN.model_copy(update={"batch_size": batch_size})
+        assert evaluate_task(lm, TASK, rows, sampler, attempts=2, pass_at=[1, 2]).items == expected
+    shuffled = evaluate_task(lm, TASK, rows[::-1], DRAWN, attempts=2, pass_at=[1, 2]).items
+    assert sorted(shuffled, key=lambda one: one.id) == sorted(expected, key=lambda one: one.id)
+
+
+def test_one_attempt_is_the_first_of_several():
+    one, three = (evaluate_task(float64_model(), TASK, ROWS, DRAWN, attempts=attempts).items for attempts in (1, 3))
+    assert [item.completions[0] for item in one] == [item.completions[0] for item in three]
+    assert any(len(set(item.completions)) > 1 for item in three)
+
+
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_mean_over_all_subsets(attempts, data):
+    right, k = data.draw(st.integers(0, attempts)), data.draw(st.integers(1, attempts))
+    outcomes = [True] * right + [False] * (attempts - right)
+    subsets = list(itertools.combinations(outcomes, k))
+    assert tasks.pass_at_k(attempts, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(
+    ("attempts", "pass_at", "temperature", "message"),
+    [(2, [3], 1.0, "pass_at: 3 of 2 attempts"), (2, [], 0.0, "attempts: 2 attempts at temperature 0 are all the same")],
+)
+def test_attempts_that_say_nothing_are_refused(attempts, pass_at, temperature, message):
+    sampler = SamplerConfig(temperature=temperature)
+    with pytest.raises(ConfigError, match=message):
+        evaluate_task(LM, TASK, ROWS, sampler, attempts=attempts, pass_at=pass_at)
+
+
+def test_traces_have_the_step_of_each_token():
+    (first, *_) = evaluate_task(LM, TASK, ROWS[:2], SamplerConfig(trace=True)).items
+    (trace,) = first.traces
+    assert "".join(trace.tokens).startswith(first.completions[0]) and len(trace.steps) == len(trace.tokens) == first.tokens

@@ -61,6 +61,7 @@ def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, c
     config = SamplerConfig(max_new_tokens=8, trace=True, block_size=size, **case._asdict())
     prompts = [[4, 5], [6, 7, 8, 9, 4], [5]]
     generation = generate(lm, prompts, config)
+    assert generation.denoising_steps == generation.forward_passes
     for request, trace, passes in zip(make_requests(lm, prompts, config), generation.trace, generation.forward_passes, strict=True):
         assert passes == trace.forward_passes == max(trace.steps) + 1
         assert [token == lm.mask_token_id for token in trace.canvas] == [step < 0 for step in trace.steps]

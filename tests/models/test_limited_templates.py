@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
@@ -73,11 +71,9 @@ def tokenizer(template: str):
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_template_without_end_is_one_error(name: str) -> None:
-    started = time.monotonic()
     with pytest.raises(DataError, match=r"the chat template is stopped: .*(more than|maximum recursion|asks for|recursive)"):
         render_template(tokenizer(BOMBS[name]), [{"role": "user", "content": "a"}])
     assert turn_end(tokenizer(BOMBS[name])) is None
-    assert time.monotonic() - started < 60
 
 
 FEATURES = (

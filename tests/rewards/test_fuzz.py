@@ -18,7 +18,7 @@ from unmask.rewards.symbolic import equivalent
 from unmask.tasks import Task, get_task
 from unmask.tasks.code import program_in
 
-MANY = 100_000
+SIZES = pytest.mark.parametrize("examples", [10_000, pytest.param(100_000, marks=pytest.mark.nightly)])
 LIMIT = 5 * work_unit()
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>\n", "\n</reasoning>\n", "####", "\\boxed{", "}", "{", "\\", "$", "```", "```python\n", "\n```"),
@@ -77,8 +77,9 @@ def test_any_text_is_judged():
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_hundred_thousand_texts_are_judged_in_time():
-    assert_all_answer(MANY)
+@SIZES
+def test_many_texts_are_judged_in_time(examples):
+    assert_all_answer(examples)
 
 
 def assert_answers_are_compared(examples: int) -> list[float]:
@@ -102,6 +103,7 @@ def test_any_answer_is_compared():
 
 @pytest.mark.slow
 @pytest.mark.alone
-def test_a_hundred_thousand_answers_are_compared_in_time():
-    seconds = assert_answers_are_compared(MANY)
-    assert len(seconds) >= MANY and np.quantile(seconds, 0.99) < LIMIT
+@SIZES
+def test_many_answers_are_compared_in_time(examples):
+    seconds = assert_answers_are_compared(examples)
+    assert len(seconds) >= examples and np.quantile(seconds, 0.99) < LIMIT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError
+from unmask.evaluation.result_file import read_result
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method
 from unmask.rl.methods.base import fixed_settings, settings_of
@@ -108,7 +108,7 @@ def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
     metrics = MetricsLog(output / "training_logs.json").read()
     assert [line["step"] for line in metrics if "kl" in line] == [1, 2]
     assert "rewards/sudoku/published" in metrics[0]
-    assert json.loads((output / "evaluation.json").read_text())["rows"] == 4
+    assert len(read_result(output / "evaluation.json").tasks[0].items) == 4
     training = parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]
     assert (training["beta"], training["num_iterations"], training["max_completion_length"]) == (0.04, 8, 17)
 

@@ -17,13 +17,13 @@ from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Pool, PythonTests, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
-TIMES = 20
 SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that ignores signals")
 
 
 def batches(together: Iterable[str], attacks: Iterable[str]) -> list[Any]:
     """Parameters: some attacks side by side, and, slow, each attack many times."""
-    often = [pytest.param([name] * TIMES, id=name, marks=pytest.mark.slow) for name in attacks]
+    many = [(6, pytest.mark.slow), (20, pytest.mark.nightly)]
+    often = [pytest.param([name] * times, id=f"{name}-{times}", marks=mark) for name in attacks for times, mark in many]
     return [pytest.param([*together], id="together"), *often]
 
 

@@ -23,7 +23,18 @@ needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="needs DeepSpeed (the extra `deepspeed`), and a C++ compiler for what it builds on first use",
 )
-MODES: dict[str, Any] = {"fsdp": (), "fsdp-offload": ()} | dict.fromkeys(("zero1", "zero2", "zero3", "zero2-offload"), needs_deepspeed)
+NIGHTLY = {
+    *(("sft", "zero1"), ("sft", "zero2-offload"), ("sft", "fsdp-offload"), ("kto", "zero2"), ("convert", "zero1"), ("convert", "zero2")),
+    *(("tokens", "fsdp"), ("tokens", "zero3")),
+}
+"""What other runs cover in part: each mode, and each verb under FSDP and DeepSpeed, is among those that remain."""
+SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")
+
+
+def case(verb: str, mode: str) -> Any:
+    """The parameters of a run."""
+    marks = [needs_deepspeed] if mode.startswith("zero") else []
+    return pytest.param(verb, mode, marks=[*marks, pytest.mark.nightly] if (verb, mode) in NIGHTLY else marks)
 
 
 def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
@@ -40,10 +51,10 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("verb", "mode"),
     [
-        *[pytest.param("sft", mode, marks=marks) for mode, marks in MODES.items()],
-        *[pytest.param(verb, mode, marks=MODES[mode]) for verb in ("dpo", "kto") for mode in ("fsdp", "zero2")],
-        pytest.param("kto-blocks", "fsdp"),  # responses take different numbers of passes
-        *[pytest.param("grpo", mode, marks=MODES[mode]) for mode in ("fsdp-offload", "zero2-offload")],
+        *[case("sft", mode) for mode in SFT_MODES],
+        *[case(verb, mode) for verb in ("dpo", "kto") for mode in ("fsdp", "zero2")],
+        case("kto-blocks", "fsdp"),  # responses take different numbers of passes
+        *[case("grpo", mode) for mode in ("fsdp-offload", "zero2-offload")],
     ],
 )
 def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
@@ -77,9 +88,8 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
 @pytest.mark.parametrize(
     ("verb", "mode"),
     [
-        *[pytest.param("convert", mode, marks=marks) for mode, marks in MODES.items() if not mode.endswith("offload")],
-        pytest.param("convert", "ddp"),
-        *[pytest.param("convert-blocks", mode, marks=MODES[mode]) for mode in ("fsdp", "zero2")],
+        *[case("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
+        *[case("convert-blocks", mode) for mode in ("fsdp", "zero2")],
     ],
 )
 def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
@@ -106,9 +116,8 @@ def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", RATIOS)
-@pytest.mark.parametrize("mode", ["ddp", "fsdp", pytest.param("zero3", marks=MODES["zero3"])])
-def test_processes_with_different_numbers_of_passes_make_the_same_run(mode, verb, tmp_path):
+@pytest.mark.parametrize(("verb", "mode"), [case(verb, mode) for verb in RATIOS for mode in ("ddp", "fsdp", "zero3")])
+def test_processes_with_different_numbers_of_passes_make_the_same_run(verb, mode, tmp_path):
     """Under FSDP and ZeRO 3 all processes take part in every pass."""
     alone = ragged(tmp_path / "alone", mode, per_device_train_batch_size=4, ratio=RATIOS[verb])
     start = weights(alone.lm)

@@ -11,14 +11,14 @@ import sys
 import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
 from unmask.config.cli_options import spread_configs
-from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
+from unmask.config.run import ModelConfig, SamplerConfig, check_output_folder, refuse_existing
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError
 from unmask.redaction import shown
@@ -26,7 +26,8 @@ from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
-from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
+from unmask.cli.evaluate import evaluate
+from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 
 class Commands(TyperGroup):
@@ -160,70 +161,7 @@ def generate(
         typer.echo(for_stdout(json.dumps(line, ensure_ascii=False) if as_json else text))
 
 
-@app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")
-@spread_configs
-def evaluate(
-    model: ModelConfig,
-    sampler: SamplerConfig,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, gsm8k, humaneval, ...")] = None,
-    style: Annotated[
-        Literal["plain", "chat"], typer.Option(metavar="NAME", help="The format of a task's problems: plain or chat.")
-    ] = "plain",
-    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Also compare with the reference texts of --task text: rouge or bleu; repeatable."),
-    ] = None,
-    accept_unsandboxed: Unsandboxed = False,
-    likelihood: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Instead of a task: the likelihood of a file's documents.")
-    ] = None,
-    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
-    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub dataset.")] = "test",
-    rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
-    estimator: Annotated[
-        Literal["elbo", "exact"] | None,
-        typer.Option(metavar="NAME", help="The estimator of --likelihood: elbo or exact; unset: exact for a causal model."),
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Forward passes per document of the elbo.")] = 32,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result to this file, as JSON.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
-) -> None:
-    """Measure a model on a task, or the likelihood of a text."""
-    if (task is None) == (likelihood is None):
-        raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
-    if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
-    if task:
-        accept_unsandboxed_code(accept_unsandboxed)
-        source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
-        metrics, report = _evaluate_task(model, sampler, source, shots, metric or [])
-    elif metric:
-        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
-    else:
-        from unmask.evaluation.likelihood import likelihood_of_file
-
-        metrics = likelihood_of_file(load_model(model), str(likelihood), rows, estimator, samples, sampler.seed)
-        report = json.dumps(metrics, indent=2)
-    show_table([(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()], title=model.path)
-    if output:
-        from unmask.artifacts import write_atomic
-
-        write_atomic(output, report + "\n")
-
-
-def _evaluate_task(
-    model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int, compared: list[str]
-) -> tuple[dict[str, Any], str]:
-    from unmask.data.problems import pose, read_problems
-    from unmask.evaluation.tasks import check_metrics, evaluate_task
-    from unmask.tasks import get_task
-
-    task = get_task(str(data.task))
-    check_metrics(task, compared)
-    problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
-    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, compared)
-    return {**result.metrics, **result.statuses}, result.to_json()
+app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)
 
 
 @app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")

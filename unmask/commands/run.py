@@ -21,6 +21,7 @@ from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
 from unmask.data.report import data_reports
+from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
@@ -129,7 +130,7 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
             if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
                 kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
                 evaluated = load(output / TRAINED_MODEL, device=str(args.device), **kept)
-            write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
+            write_result_of_run(output, evaluated, output / TRAINED_MODEL, evaluate_task(evaluated, task, held_out, config.sampler))
         folder.finish()
     # A process aborts if it exits while others still communicate with it.
     processes = PartialState()

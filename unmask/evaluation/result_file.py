@@ -15,7 +15,7 @@ from pydantic import ConfigDict
 from unmask.artifacts import write_atomic
 from unmask.errors import DataError
 
-FORMAT = 1
+FORMAT: Literal[1] = 1
 
 
 class _Part(pydantic.BaseModel):
@@ -31,6 +31,14 @@ class Metric(_Part):
     standard_error: float | None = None
     """Of the estimate itself, over its random masks (Monte Carlo); None: the score of each item is exact."""
     higher_is_better: bool = True
+
+    def shown(self) -> str:
+        """The mean and the bounds: in percent where the mean is a fraction with an interval."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:,.4g}"
+        if 0 <= self.mean <= 1 and self.low >= 0 and self.high <= 1:
+            return f"{self.mean:.1%} [{self.low:.1%}, {self.high:.1%}]"
+        return f"{self.mean:,.4g} [{self.low:,.4g}, {self.high:,.4g}]"
 
 
 class Trace(_Part):
@@ -76,6 +84,10 @@ class TaskScores(_Part):
     """Items by status."""
     items: list[Item] = []
 
+    def total(self, name: Literal["tokens", "steps", "passes"]) -> int:
+        """Of all items."""
+        return sum(int(getattr(item, name)) for item in self.items)
+
 
 class EvaluationResult(_Part):
     """The content of a result file."""
@@ -84,7 +96,7 @@ class EvaluationResult(_Part):
     model: dict[str, Any]
     """Path, revision, fingerprint of the weights, attention pattern."""
     arguments: dict[str, Any]
-    """Of the evaluation: they run it again."""
+    """Of `unmask evaluate`: they run it again. Empty in results of training."""
     tasks: list[TaskScores]
     environment: dict[str, Any] = {}
     """Versions, machine, command."""

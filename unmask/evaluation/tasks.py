@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
 from typing import Any
 
 from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
+from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.overlap import check_overlap, overlap
+from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
-from unmask.generation.requests import make_requests
+from unmask.generation.output import Generation
+from unmask.generation.requests import encode_all, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_card import HISTORY_KEY
 from unmask.rewards.parsing import answer_of
-from unmask.tasks import Task, split_of
+from unmask.rewards.verdict import Verdict
+from unmask.tasks import Puzzle, Task, split_of
+
+SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
+"""Settings of a sampler that change no completion."""
+UNCOMPARED = {"agreement_prompts": 0}
+"""No batch is sampled a second time: what a lossy setting costs shows in the scores."""
 
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The results of a model on the rows of a task. Rows that could not be verified are only in `statuses`."""
+    """The results of a model on the rows of a task."""
 
     task: str
-    solved: list[float]  # 1.0 or 0.0 per row
-    values: list[float]  # the shaped reward per row (Sudoku: the fraction of empty cells that is right)
-    groups: list[str]  # one per row; rows of one group have the same solution, and intervals resample whole groups
-    completions: list[str]
-    statuses: dict[str, int] = field(default_factory=dict)  # number of rows by status
+    items: list[Item]  # in the order of the rows
     overlap: dict[str, Interval] = field(default_factory=dict)  # ROUGE and BLEU against the reference texts, if requested
+    protocol: dict[str, Any] = field(default_factory=dict)  # what the completions depend on beside the model
+    knows_split: bool = False  # whether the model was trained on the training split of this task, so that the rest is unseen
+
+    @property
+    def scored(self) -> list[Item]:
+        """Without those that could not be verified, which are only in `statuses`."""
+        return [item for item in self.items if item.scores]
+
+    @property
+    def solved(self) -> list[float]:
+        """The fraction of each row's completions that is right: 1.0 or 0.0 for one completion."""
+        return [item.scores["solved"] for item in self.scored]
+
+    @property
+    def values(self) -> list[float]:
+        """The shaped reward per row (Sudoku: the fraction of empty cells that is right)."""
+        return [item.scores["value"] for item in self.scored]
+
+    @property
+    def groups(self) -> list[str]:
+        """One per row; rows of one group have the same solution, and intervals resample whole groups."""
+        return [item.group for item in self.scored]
+
+    @property
+    def completions(self) -> list[str]:
+        return [text for item in self.scored for text in item.completions]
+
+    @property
+    def statuses(self) -> dict[str, int]:
+        """The number of completions by status."""
+        return dict(Counter(status for item in self.items for status in item.status.split(", ")))
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
-        """Means with 95% intervals, over all rows and over those whose solution is not in the training split ("unseen"); and `overlap`."""
-        rows = {"solved": self.solved, "value": self.values}
+        """Means with 95% intervals: over all rows; over those whose solution is not in the training split, if the model was trained on
+        that ("unseen"); and `overlap`."""
+        names = self.scored[0].scores if self.scored else ()
+        rows = {name: [item.scores[name] for item in self.scored] for name in names}
         means = {name: mean_interval(values, self.groups) for name, values in rows.items()}
-        unseen = [split_of(group) == "test" for group in self.groups]
+        unseen = [self.knows_split and split_of(group) == "test" for group in self.groups]
         if 0 < (count := sum(unseen)) < len(unseen):
             groups = list(compress(self.groups, unseen))
             means |= {f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups) for name, values in rows.items()}
@@ -49,13 +91,19 @@ class TaskResult:
         assert self.groups == before.groups, "results on different rows"
         return paired_difference(before.solved, self.solved, self.groups)
 
-    def to_json(self) -> str:
-        metrics = {name: asdict(interval) for name, interval in self.metrics.items()}
-        summary = {"task": self.task, "rows": len(self.solved), "metrics": metrics, "statuses": self.statuses}
-        return json.dumps({**summary, "completions": self.completions}, indent=1)
+    def to_scores(self, **chosen: Any) -> TaskScores:
+        """The part of a result file; `chosen`: what its protocol says besides."""
+        metrics = {name: as_metric(interval) for name, interval in self.metrics.items()}
+        return TaskScores(task=self.task, protocol=chosen | self.protocol, metrics=metrics, statuses=self.statuses, items=self.items)
 
 
-def _sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
+def as_metric(interval: Interval) -> Metric:
+    """An interval in a result file."""
+    low, high = (bound if math.isfinite(bound) else None for bound in (interval.low, interval.high))
+    return Metric(mean=interval.mean, low=low, high=high)
+
+
+def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
     """The sampler with the task's answer length as the canvas length, unless prompts are conversations."""
     sampler = sampler or SamplerConfig(batch_size=256)
     if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
@@ -63,10 +111,16 @@ def _sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: Sampler
     return sampler
 
 
+def protocol_of(rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
+    """What the completions depend on beside the model: the rows with their prompts, the sampler, the attempts."""
+    digest = hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
+    return {"rows": len(rows), "rows_sha256": digest, "attempts": attempts, "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY)}
+
+
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
     task.verify_all([""], rows[:1])
-    make_requests(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler))
+    make_requests(lm, [row["prompt"] for row in rows], sampler_for(task, rows, sampler))
 
 
 def check_metrics(task: Task, metrics: Sequence[str]) -> None:
@@ -77,39 +131,169 @@ def check_metrics(task: Task, metrics: Sequence[str]) -> None:
     check_overlap(metrics)
 
 
+def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig) -> None:
+    """Raise a ConfigError if pass@k needs more attempts than there are, or all attempts would be the same."""
+    for k in pass_at:
+        if not 1 <= k <= attempts:
+            raise ConfigError(f"{k} of {attempts} attempts", where="pass_at", remedy="Give at least as many attempts as the largest k")
+    if attempts > 1 and sampler.temperature == 0:
+        raise ConfigError(f"{attempts} attempts at temperature 0 are all the same", where="attempts", remedy="Set a temperature")
+
+
 def evaluate_task(
-    lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None, metrics: Sequence[str] = ()
+    lm: DiffusionLM,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    sampler: SamplerConfig | None = None,
+    metrics: Sequence[str] = (),
+    *,
+    attempts: int = 1,
+    pass_at: Sequence[int] = (),
+    log: ItemLog | None = None,
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
-    Rows that cannot be verified are counted by status and left out of the metrics.
+    A completion depends on the model, its row and the sampler alone: not on other rows, their order, batches or processes. Rows that cannot
+    be verified are counted by status and left out of the metrics.
 
     Args:
         metrics: "rouge" and "bleu", for tasks with reference texts. If an answer is in tags, only the answer is compared.
+        attempts: completions per row; "solved" and "value" are means over them.
+        pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
+        log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
 
     Raises:
-        ConfigError: as `check_metrics`.
+        ConfigError: as `check_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
+    sampler = sampler_for(task, rows, sampler)
     check_metrics(task, metrics)
-    texts = generate(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler)).texts
-    verdicts = task.verify_all(texts, rows)
-    verified = [index for index, verdict in enumerate(verdicts) if verdict.value is not None]
+    check_attempts(attempts, pass_at, sampler)
+    ids = item_ids(rows)
+    found = {} if log is None else log.finished(task.name)
+    asked = [n for n, name in enumerate(ids) if name not in found]
+    keys = _keys(lm, rows, ids)
+    at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
+    for number in range(0, len(asked), at_once):
+        part = asked[number : number + at_once]
+        if log is not None:
+            part = log.share(part)
+        items = _answer(lm, task, [rows[n] for n in part], [ids[n] for n in part], [keys[n] for n in part], sampler, attempts, pass_at)
+        if log is not None:
+            log.add(task.name, items)
+        found |= {item.id: item for item in items}
+    if log is not None:
+        found = log.gather(task.name)
+    items = [found[name] for name in ids]
+    verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
-        why = verdicts[0].detail if verdicts else "there are no rows"
+        why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    groups = [rows[index]["group"] for index in verified]
-    completions = [texts[index] for index in verified]
     similarity: dict[str, Interval] = {}
     if metrics and task.reference is not None:
-        references = [rows[index][task.reference] for index in verified]
-        similarity = overlap(metrics, [answer_of(text) or text for text in completions], references, groups)
-    return TaskResult(
-        task=task.name,
-        solved=[float(verdicts[index].solved) for index in verified],
-        values=[verdict.value for verdict in verdicts if verdict.value is not None],
-        groups=groups,
-        completions=completions,
-        statuses=dict(Counter(str(verdict.status) for verdict in verdicts)),
-        overlap=similarity,
+        pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
+        references, groups = [row[task.reference] for _, row in pairs], [row["group"] for _, row in pairs]
+        similarity = overlap(metrics, [answer_of(text) or text for text, _ in pairs], references, groups)
+    return TaskResult(task.name, items, similarity, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+
+
+def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The identity of each problem, whatever stands before it in its prompt. Equal problems are numbered."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for row in rows:
+        problem = {name: value for name, value in row.items() if name != "prompt" or len(row) == 1}
+        digest = hashlib.sha256(json.dumps(problem, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        ids.append(f"{digest}-{seen[digest]}" if seen[digest] else digest)
+        seen[digest] += 1
+    return ids
+
+
+def pass_at_k(attempts: int, right: int, k: int) -> float:
+    """The probability that at least one of `k` attempts is right, estimated without bias from `right` of `attempts`:
+    1 - C(n - c, k) / C(n, k).
+
+    Source: M. Chen et al., "Evaluating Large Language Models Trained on Code" (2021), equation 1.
+    """
+    return 1.0 - math.comb(attempts - right, k) / math.comb(attempts, k)
+
+
+def _trained_on(lm: DiffusionLM, task: Task) -> bool:
+    """Whether the model's history says that all that it was trained on is problems that this task generated: a file may hold any."""
+    history = getattr(lm.config, HISTORY_KEY, None) or []
+    return isinstance(task, Puzzle) and bool(history) and all(entry.get("data") == task.name for entry in history)
+
+
+def _keys(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> list[tuple[list[int], int]]:
+    """The token ids of each row's prompt, and its number among rows of the same prompt, by their ids: so that the order of rows does not
+    matter."""
+    encoded = encode_all(lm.tokenizer, [row["prompt"] for row in rows], "prompts")
+    number: dict[int, int] = {}
+    seen: Counter[tuple[int, ...]] = Counter()
+    for n in sorted(range(len(rows)), key=lambda n: ids[n]):
+        prompt = tuple(encoded[n])
+        number[n] = seen[prompt]
+        seen[prompt] += 1
+    return [(encoded[n], number[n]) for n in range(len(rows))]
+
+
+def _answer(
+    lm: DiffusionLM,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    ids: Sequence[str],
+    keys: Sequence[tuple[list[int], int]],
+    sampler: SamplerConfig,
+    attempts: int,
+    pass_at: Sequence[int],
+) -> list[Item]:
+    """The items of these rows."""
+    prompts = [prompt for prompt, _ in keys for _ in range(attempts)]
+    repeats = [number * attempts + attempt for _, number in keys for attempt in range(attempts)]
+    made = generate(
+        lm,
+        prompts,
+        sampler.model_copy(update=UNCOMPARED),
+        [sequence_key(prompt, repeat) for prompt, repeat in zip(prompts, repeats, strict=True)],
+    )
+    verdicts = task.verify_all(made.texts, [row for row in rows for _ in range(attempts)])
+    items = []
+    for n, (row, name) in enumerate(zip(rows, ids, strict=True)):
+        own = slice(n * attempts, (n + 1) * attempts)
+        items.append(_item(lm, row, name, made, own, verdicts[own], pass_at if attempts > 1 else (), traced=sampler.trace))
+    return items
+
+
+def _item(
+    lm: DiffusionLM,
+    row: Mapping[str, Any],
+    name: str,
+    made: Generation,
+    own: slice,
+    verdicts: Sequence[Verdict],
+    pass_at: Sequence[int],
+    *,
+    traced: bool,
+) -> Item:
+    values = [verdict.value for verdict in verdicts if verdict.value is not None]
+    scores: dict[str, float] = {}
+    if len(values) == len(verdicts):
+        right = sum(verdict.solved for verdict in verdicts)
+        scores = {"solved": right / len(verdicts), "value": math.fsum(values) / len(values)}
+        scores |= {f"pass@{k}": pass_at_k(len(verdicts), right, k) for k in pass_at}
+    tokens, steps = made.tokens[own], made.steps[own]
+    reason = next((verdict.detail for verdict in verdicts if verdict.value is None), "")
+    traces = [Trace(tokens=[lm.tokenizer.decode([t]) for t in ids], steps=at) for ids, at in zip(tokens, steps, strict=True)]
+    return Item(
+        id=name,
+        group=row["group"],
+        status=", ".join(str(verdict.status) for verdict in verdicts),
+        scores=scores,
+        prompt=row["prompt"],
+        completions=made.texts[own],
+        tokens=sum(map(len, tokens)),
+        steps=sum((made.denoising_steps or [])[own]),
+        passes=sum(made.forward_passes[own]),
+        traces=traces if traced else [],
+        details={"reason": reason} if reason else {},
     )

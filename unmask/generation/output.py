@@ -48,6 +48,8 @@ class Generation:
         agreement: with lossy settings, the fraction of tokens equal to the exact sampler's, measured on some of the prompts.
         prompt_reuse: the fraction of prompt tokens whose keys and values came from another sequence with the same prompt; None without an
             exact cache, and from vLLM.
+        denoising_steps: of each sequence, with those that revealed only what follows its end token; drafts save passes, not steps. None
+            from vLLM.
     """
 
     prompts: list[list[int]] = field(repr=False)
@@ -59,6 +61,7 @@ class Generation:
     trace: list[Trace] | None = field(default=None, repr=False)
     agreement: float | None = None
     prompt_reuse: float | None = None
+    denoising_steps: list[int] | None = None
 
 
 def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
@@ -87,5 +90,6 @@ def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequen
         log_probs=[trace.log_probs[:end] for trace, end in zip(traces, ends, strict=True)],
         steps=[trace.steps[:end] for trace, end in zip(traces, ends, strict=True)],
         forward_passes=[trace.forward_passes for trace in traces],
+        denoising_steps=[max(trace.steps, default=-1) + 1 for trace in traces],
         trace=list(traces) if config.trace else None,
     )

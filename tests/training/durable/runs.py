@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from unmask.evaluation.result_file import read_result
+
 MODEL = "model/model.safetensors"
 COMMON = [
     "training.per_device_train_batch_size=4",
@@ -38,5 +40,6 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 def ends(folder: Path) -> list[Any]:
     """What two runs have in common if none of their steps differs: the bytes of the weights, the log, the completions, the evaluation."""
-    texts = [path.read_text() for name in ("completions.jsonl", "evaluation.json") if (path := folder / name).exists()]
-    return [(folder / MODEL).read_bytes(), logged(folder), *texts]
+    texts = [path.read_text()] if (path := folder / "completions.jsonl").exists() else []
+    scores = read_result(path).tasks if (path := folder / "evaluation.json").exists() else []
+    return [(folder / MODEL).read_bytes(), logged(folder), *texts, *scores]

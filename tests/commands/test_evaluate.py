@@ -1,0 +1,205 @@
+"""`unmask evaluate`: a result says what it was made of, runs itself again, and survives being killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.helpers import run_all
+from unmask.cli.entry import app
+from unmask.demo import DemoSettings, small_model
+from unmask.evaluation.result_file import EvaluationResult, read_result
+from unmask.tasks import get_task
+
+DRAWN = ["--task", "sudoku", "--temperature", "1", "--seed", "5", "--dtype", "float64"]
+UNMASK = [sys.executable, "-m", "unmask"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    folder = tmp_path_factory.mktemp("evaluated") / "model"
+    lm.bind(lm.model.double()).save(folder)
+    return str(folder)
+
+
+def unmask(*words: object) -> str:
+    """The output of a command that succeeds."""
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def refused(*words: object) -> str:
+    result = CliRunner().invoke(app, list(map(str, words)))
+    assert result.exit_code == 2, (result.output, result.exception)
+    return result.stderr
+
+
+def lasting(result: EvaluationResult) -> EvaluationResult:
+    """What two results of the same evaluation share."""
+    return result.model_copy(update={"times": {}, "environment": {}})
+
+
+def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path):
+    output = tmp_path / "out.json"
+    shown = unmask("evaluate", model, *DRAWN, "--rows", 5, "--attempts", 2, "--output", output, "--trace")
+    assert "pass@2" in shown and "tokens per second" in shown
+    result = read_result(output)
+    (scores,) = result.tasks
+    assert result.model["path"] == model and len(result.model["fingerprint"]) == 64 and result.model["dtype"] == "float64"
+    assert scores.protocol["sampler"]["temperature"] == 1 and scores.protocol["sampler"]["seed"] == 5
+    assert [len(item.completions) for item in scores.items] == [2] * 5 and all(item.traces for item in scores.items)
+    assert result.environment["packages"]["torch"] and result.times["tasks"]["sudoku"]["tokens_per_second"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json"]
+    assert "the same scores and items" in unmask("evaluate", "--rerun", output)
+
+    changed = json.loads(output.read_text())
+    changed["tasks"][0]["items"][0]["completions"][0] += "!"
+    changed["model"]["fingerprint"] = "of another model"
+    output.write_text(json.dumps(changed))
+    again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
+    assert again.exit_code == 1
+    assert "items that differ" in again.output and "1 of 5" in again.output and "of another model" in again.output
+
+
+def test_several_tasks_at_once(model, tmp_path):
+    rows = [{"input": "3,4,5", "output": "12"}, {"input": "2,4,6", "output": "12"}]
+    (tmp_path / "countdown.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own, output = ["--data", f"countdown={tmp_path / 'countdown.jsonl'}"], tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku,countdown", "--task", "sudoku", *own, "--rows", 2, "--output", output)
+    one, other = read_result(output).tasks
+    assert (one.task, other.task, one.protocol["data"]) == ("sudoku", "countdown", "generated")
+    assert one.protocol["sampler"]["max_new_tokens"] == get_task("sudoku").max_completion and len(other.items) == 2
+
+
+def test_a_likelihood_is_a_result_too(model, tmp_path):
+    (tmp_path / "text.txt").write_text("1234\n\n4321\n")
+    unmask("evaluate", model, "--likelihood", tmp_path / "text.txt", "--output", tmp_path / "out.json")
+    (scores,) = read_result(tmp_path / "out.json").tasks
+    assert scores.metrics["nats per token"].mean > 0 and scores.protocol["estimator"] == "exact"
+    assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either --task or --likelihood"),
+        (["--task", "sudoku", "--likelihood", "a.txt"], "either --task or --likelihood"),
+        (["--task", "sudko"], "unknown task 'sudko'. Did you mean 'sudoku'?"),
+        (["--task", "gsm8k"], "generates no problems"),
+        (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
+        (["--task", "sudoku,countdown", "--data", "a.csv"], "does not say which task it belongs to"),
+        (["--task", "sudoku", "--style", "chat"], "chat template"),
+        (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
+        (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
+        (["--task", "sudoku", "--attempts", "3", "--temperature", "1", "--pass-at", "1,x"], "pass_at: 'x' is no number"),
+        (["--task", "sudoku", "--shots", "100"], "exceed the context"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_error(words, message, model, tmp_path):
+    error = refused("evaluate", model, *words, "--output", tmp_path / "out.json").splitlines()[-1]
+    assert message in error and error.startswith("error: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_result_is_kept(model, tmp_path):
+    output = tmp_path / "out.json"
+    output.write_text("kept")
+    command = ["evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output]
+    assert "the file exists" in refused(*command) and output.read_text() == "kept"
+    unmask(*command, "--overwrite")
+    assert len(read_result(output).tasks[0].items) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [('{"format": 1, "mod', "cut"), ("{}", "is no result"), ('{"format": 9}', "of format 9"), (None, "cannot be read")]
+)
+def test_a_file_that_is_no_result_cannot_be_rerun(text, message, tmp_path):
+    if text is not None:
+        (tmp_path / "out.json").write_text(text)
+    assert message in refused("evaluate", "--rerun", tmp_path / "out.json")
+
+
+def test_a_result_file_runs_no_code_of_a_model(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output, "--trust-remote-code")
+    assert "trust_remote_code" in refused("evaluate", "--rerun", output)
+
+
+def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
+    for section, message in (("m", "arguments.model is no object"), ({"path": model, "layers": 2}, "layers")):
+        written = json.loads(output.read_text())
+        written["arguments"]["model"] = section
+        (tmp_path / "other.json").write_text(json.dumps(written))
+        assert message in refused("evaluate", "--rerun", tmp_path / "other.json")
+
+
+def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):
+    output, log = tmp_path / "out.json", tmp_path / "out.json.items.jsonl"
+    command = ["evaluate", model, *DRAWN, "--attempts", 3, "--pass-at", "1,3", "--rows", 4, "--output", output]
+    unmask(*command)
+    (scores,) = read_result(output).tasks
+    assert {"pass@1", "pass@3"} <= set(scores.metrics)
+    identity = {"model": read_result(output).model, "protocols": {"sudoku": {}}, "pass_at": [1, 3]}
+    identity["protocols"]["sudoku"] = {name: scores.protocol[name] for name in ("rows", "rows_sha256", "attempts", "sampler")}
+    finished = [{"task": "sudoku", "item": item.model_dump(mode="json")} for item in scores.items]
+    log.write_text("".join(json.dumps(line) + "\n" for line in [{"evaluation": identity}, *finished]))
+    unmask(*command, "--overwrite")
+    again = read_result(output)
+    assert again.tasks == [scores] and again.times["resumed_items"] == 4
+    assert again.times["tasks"]["sudoku"]["tokens_per_second"] is None
+
+
+def test_the_items_of_another_evaluation_are_not_taken(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, *DRAWN, "--rows", 2, "--output", output)
+    (tmp_path / "out.json.items.jsonl").write_text('{"evaluation": {"model": {}}}\n{"task": "sudoku", "item": {}}\n')
+    assert "another evaluation" in refused("evaluate", model, *DRAWN, "--rows", 2, "--output", output, "--overwrite")
+
+
+def killed_and_resumed(model: str, folder: Path, kills: list[int], rows: int) -> None:
+    """An evaluation that is killed when so many items are finished, and goes on with another batch size, gives the same result."""
+    command = ["evaluate", model, *DRAWN, "--rows", str(rows), "--output"]
+    unmask(*command, folder / "straight.json")
+    output, log = folder / "out.json", folder / "out.json.items.jsonl"
+    for kill in kills:
+        with subprocess.Popen([*UNMASK, *command, str(output), "--batch-size", "4"], stdout=subprocess.DEVNULL) as process:
+            while not log.exists() or log.read_bytes().count(b"\n") <= kill:
+                assert process.poll() is None
+                time.sleep(0.001)
+            process.send_signal(signal.SIGKILL)
+        assert not output.exists()
+    unmask(*command, output, "--batch-size", 3)
+    straight, resumed = read_result(folder / "straight.json"), read_result(output)
+    assert resumed.times["resumed_items"] >= kills[-1]
+    assert lasting(resumed).model_copy(update={"arguments": {}}) == lasting(straight).model_copy(update={"arguments": {}})
+    assert not log.exists()
+
+
+def test_a_killed_evaluation_goes_on(model, tmp_path):
+    killed_and_resumed(model, tmp_path, [8], 60)
+
+
+@pytest.mark.slow
+def test_an_evaluation_killed_again_and_again_goes_on(model, tmp_path):
+    killed_and_resumed(model, tmp_path, [0, 1, 9, 40, 100, 150], 240)
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_items(model, tmp_path):
+    command = ["evaluate", model, *DRAWN, "--rows", "30", "--output"]
+    unmask(*command, tmp_path / "alone.json")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
+    run_all([*launch, *command, str(tmp_path / "two.json")], timeout=300)
+    assert lasting(read_result(tmp_path / "two.json")) == lasting(read_result(tmp_path / "alone.json"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "two.json"]

@@ -1,0 +1,69 @@
+"""`unmask evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from unmask.cli.train import Unsandboxed, accept_unsandboxed_code
+from unmask.config.cli_options import spread_configs
+from unmask.config.evaluation import EvaluationConfig
+from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
+from unmask.console import show_table
+
+if TYPE_CHECKING:
+    from unmask.evaluation.result_file import TaskScores
+
+
+def rerun_and_exit(path: Path | None) -> None:
+    """Show how the evaluation of a result file differs today; status 1 if its scores do."""
+    if path is None:
+        return
+    from unmask.commands.evaluate import differences, rerun
+
+    scores, circumstances = differences(*rerun(path))
+    if scores:
+        show_table(scores, title="what differs", head=["", "in the file", "now"])
+    if circumstances:
+        show_table(circumstances, title="under what", head=["", "in the file", "now"])
+    typer.echo(f"{path}: the scores differ" if scores else f"{path}: the same scores and items")
+    raise typer.Exit(1 if scores else 0)
+
+
+@spread_configs
+def evaluate(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    accept_unsandboxed: Unsandboxed = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the result to this file, as JSON; a killed evaluation goes on.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
+    rerun: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", is_eager=True, callback=rerun_and_exit, help="Run a result file again, and say what differs."),
+    ] = None,
+) -> None:
+    """Measure a model on tasks, or the likelihood of a text."""
+    if output:
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+    accept_unsandboxed_code(accept_unsandboxed)
+    from unmask.commands.evaluate import evaluate as run_evaluation
+
+    result = run_evaluation(model, evaluation, sampler, output)
+    for scores in result.tasks:
+        show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
+
+
+def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None) -> None:
+    """Print the metrics of a task, its statuses, and what an item cost."""
+    figures = {name: metric.shown() for name, metric in scores.metrics.items()} | {name: f"{n:,}" for name, n in scores.statuses.items()}
+    if scores.task == "likelihood":
+        figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
+    else:
+        figures |= {f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}" for name in ("tokens", "steps", "passes")}
+        figures["tokens per second"] = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.4g}"
+    show_table(figures.items(), title=title)

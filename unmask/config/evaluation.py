@@ -1,0 +1,78 @@
+"""What `unmask evaluate` measures."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unmask.config.base import Config
+from unmask.errors import ConfigError
+
+
+class EvaluationConfig(Config):
+    """What to measure.
+
+    Raises:
+        ConfigError: a value out of range, or two settings that contradict one another.
+    """
+
+    task: list[str] | None = None
+    """A built-in task: sudoku, gsm8k, humaneval, ...; for several, repeat it or write a,b."""
+    data: list[str] | None = None
+    """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset: generated, held out."""
+    split: str = "test"
+    """The split of a hub dataset."""
+    style: Literal["plain", "chat"] = "plain"
+    """The format of a task's problems."""
+    shots: int = Field(default=0, ge=0)
+    """Solved examples before each problem: the first rows of the file, then left out."""
+    rows: int = Field(default=200, ge=1)
+    """Rows of a task, or documents of a file, at most."""
+    metric: list[str] | None = None
+    """Also compare with the reference texts of the task `text`: rouge or bleu; repeatable."""
+    attempts: int = Field(default=1, ge=1)
+    """Completions of each problem; more than one needs a temperature."""
+    pass_at: list[str] | None = None
+    """Report pass@K, the probability that one of K attempts is right; for several, repeat it or write 1,10; unset: of all attempts."""
+    likelihood: str | None = None
+    """Instead of a task: the file whose documents' likelihood is measured."""
+    estimator: Literal["elbo", "exact"] | None = None
+    """The estimator of `likelihood`; unset: exact for a causal model, else elbo."""
+    samples: int = Field(default=32, ge=1)
+    """Forward passes per document of the elbo."""
+
+    def model_post_init(self, _: object) -> None:
+        if bool(self.task) == (self.likelihood is not None):
+            raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
+        if self.metric and self.likelihood:
+            raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
+
+    @property
+    def tasks(self) -> list[str]:
+        """The names of the tasks, each once."""
+        return list(dict.fromkeys(name.strip() for names in self.task or [] for name in names.split(",")))
+
+    @property
+    def ks(self) -> list[int]:
+        """The values of K of pass@K, in order. Raises ConfigError for one that is no number."""
+        texts = [text.strip() for texts in self.pass_at or [] for text in texts.split(",")]
+        for text in texts:
+            if not text.isdecimal():
+                raise ConfigError(f"{text!r} is no number of attempts", where="pass_at", remedy="Write numbers, as in 1,10")
+        return sorted(set(map(int, texts))) or ([self.attempts] if self.attempts > 1 else [])
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """The file of each task that has one. Raises ConfigError for one that belongs to no task, or to none of several."""
+        found = {}
+        for text in self.data or []:
+            name, mark, source = text.partition("=")
+            if mark and name in self.tasks:
+                found[name] = source
+            elif len(self.tasks) == len(self.data or []) == 1:
+                found[self.tasks[0]] = text
+            else:
+                remedy = f"Write NAME={text}, with NAME one of {', '.join(self.tasks)}"
+                raise ConfigError("does not say which task it belongs to", where=f"data {text}", remedy=remedy)
+        return found

@@ -1,0 +1,108 @@
+"""The items of an evaluation as they finish, in JSON lines beside its result: a killed evaluation goes on from them."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from unmask.artifacts import MetricsLog
+from unmask.errors import DataError
+from unmask.evaluation.result_file import Item
+
+
+class ItemLog:
+    """The log of one process of an evaluation.
+
+    Args:
+        output: the result file, which the log stands beside.
+        identity: of the evaluation: model, protocol, seed. A log of another evaluation is refused.
+        rank: of this process, of `processes`.
+        wait: waits for all processes.
+
+    Raises:
+        DataError: a log beside `output` is of another evaluation, or is none.
+    """
+
+    def __init__(
+        self, output: Path, identity: Mapping[str, Any], *, rank: int = 0, processes: int = 1, wait: Callable[[], None] = lambda: None
+    ):
+        self.output, self.rank, self.processes, self.wait = output, rank, processes, wait
+        self.identity = json.loads(json.dumps(identity))
+        self.own = MetricsLog(output.with_name(f"{output.name}.items" + (f".{rank}" if rank else "") + ".jsonl"))
+        self.known = self._read()
+        self.resumed = sum(len(self.finished(task)) for task in self.known)
+        wait()  # before another one writes
+        if not (self.own.path.exists() and self.own.read()[1:]):
+            self.own.path.unlink(missing_ok=True)
+            self.own.write({"evaluation": self.identity})
+
+    def finished(self, task: str) -> dict[str, Item]:
+        """The items of a task that were finished before this process began. One that could not be scored, as without a sandbox, is not."""
+        return {name: item for name, item in self.known.get(task, {}).items() if item.scores}
+
+    def share(self, part: Sequence[int]) -> list[int]:
+        """This process's share of some rows."""
+        return list(part)[self.rank :: self.processes]
+
+    def add(self, task: str, items: Sequence[Item]) -> None:
+        """Keep items that have finished. When this returns they are on the disk."""
+        for item in items:
+            self.own.write({"task": task, "item": item.model_dump(mode="json")})
+        with self.own.path.open("rb") as file:
+            os.fsync(file.fileno())
+
+    def gather(self, task: str) -> dict[str, Item]:
+        """All items of a task, from all processes."""
+        self.wait()
+        found = self._read().get(task, {})
+        self.wait()  # before the first process removes the logs
+        return found
+
+    def remove(self) -> None:
+        """Remove the logs: the result is written."""
+        for path in self._paths():
+            path.unlink(missing_ok=True)
+
+    def _paths(self) -> list[Path]:
+        return sorted(self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl"))
+
+    def _read(self) -> dict[str, dict[str, Item]]:
+        found: dict[str, dict[str, Item]] = {}
+        for path in self._paths():
+            lines = MetricsLog(path).read()
+            if len(lines) < 2:  # killed before an item was finished
+                continue
+            if (header := _header(lines)) != self.identity:
+                raise DataError(
+                    "holds the finished items of another evaluation" + _difference(header, self.identity),
+                    where=str(path),
+                    remedy="Give the command that wrote it, choose another --output, or remove the file.",
+                )
+            for number, line in enumerate(lines[1:], start=2):
+                try:
+                    item = Item.model_validate(line["item"])
+                    found.setdefault(line["task"], {})[item.id] = item
+                except (KeyError, TypeError, pydantic.ValidationError) as error:
+                    where = f"{path}, line {number}"
+                    raise DataError("is no finished item", where=where, remedy="Remove the line; its problem is asked again.") from error
+        return found
+
+
+def _header(lines: Sequence[Any]) -> Any:
+    return lines[0].get("evaluation") if isinstance(lines[0], dict) else None
+
+
+def _difference(before: Any, now: Mapping[str, Any]) -> str:
+    """The first values in which two identities differ."""
+    if not isinstance(before, Mapping):
+        return ""
+    different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if len(different) == 1 and isinstance(before.get(different[0]), Mapping) and isinstance(now.get(different[0]), Mapping):
+        return _difference(before[different[0]], now[different[0]])
+    return " (" + ", ".join(f"{name}: {str(before.get(name))[:40]} there, {str(now.get(name))[:40]} here" for name in different[:3]) + ")"
