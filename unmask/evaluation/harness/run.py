@@ -91,11 +91,11 @@ def evaluate_with_harness(
     manager = _Tasks(tasks, include_path)
     sampler = sampler or SamplerConfig()
     settings = {name: getattr(sampler, name) for name in sampler.model_fields_set}
-    likelihood = {} if samples is None else {"samples": samples}
+    likelihood: dict[str, Any] = {} if samples is None else {"samples": samples}
     model = HarnessLM(lm, estimator=estimator, **likelihood, **settings)
     loaded = manager.load(list(tasks))
     _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
-    manager.load = lambda _: loaded  # type: ignore[method-assign]
+    manager.load = lambda _: loaded  # type: ignore[method-assign,assignment]
     found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []
