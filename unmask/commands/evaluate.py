@@ -16,10 +16,10 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
+from unmask.evaluation.file_likelihood import file_likelihood
 from unmask.evaluation.item_log import ItemLog
-from unmask.evaluation.likelihood import likelihood_of_file
 from unmask.evaluation.provenance import environment, model_identity
-from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
+from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -77,7 +77,8 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     if output is not None and problems:
         chosen = {name: sampler_for(get_task(name), rows, sampler) for name, rows in problems.items()}
         protocols = {name: protocol_of(rows, chosen[name], evaluation.attempts) for name, rows in problems.items()}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks}
+        templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
+        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks, **templates}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
     parts, seconds = [], {}
     for name, rows in problems.items():
@@ -85,7 +86,8 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
         parts.append(_scores(lm, evaluation, sampler, get_task(name), rows, log, judge))
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
-        parts.append(_likelihood(lm, evaluation, sampler.seed))
+        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples, sampler.seed)
+        parts.append(found)
         seconds["likelihood"] = time.perf_counter() - start
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(parts, seconds, log)}
@@ -131,13 +133,6 @@ def _scores(
     data = masked_text(evaluation.sources.get(task.name, "generated"))
     judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
     return result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
-
-
-def _likelihood(lm: DiffusionLM, evaluation: EvaluationConfig, seed: int) -> TaskScores:
-    data = str(evaluation.likelihood)
-    found = likelihood_of_file(lm, data, evaluation.rows, evaluation.estimator, evaluation.samples, seed)
-    metrics = {"nats per token": Metric(mean=found.pop("nats per token"), higher_is_better=False)}
-    return TaskScores(task="likelihood", protocol={"data": data, "samples": evaluation.samples, "seed": seed, **found}, metrics=metrics)
 
 
 def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
