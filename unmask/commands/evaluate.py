@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
@@ -16,6 +16,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
+from unmask.evaluation.curve import curve_samplers, with_speed
 from unmask.evaluation.file_likelihood import file_likelihood
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.provenance import environment, model_identity
@@ -26,6 +27,14 @@ from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
 from unmask.training.durable.launchers import check_processes
+
+
+class Part(NamedTuple):
+    """What has scores of its own in a result: a task with one sampler."""
+
+    task: Task
+    rows: list[Row]
+    sampler: SamplerConfig
 
 
 @dataclass(frozen=True)
@@ -65,33 +74,34 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     processes = Processes.of_launcher(model.device)
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
-    problems = {name: _problems(evaluation, get_task(name), sampler) for name in evaluation.tasks}
+    parts = _parts(evaluation, sampler)
     lm = load(model.path, **model.load_arguments())
-    for name, rows in problems.items():
-        check_evaluation(lm, get_task(name), rows, sampler)
+    for part in parts.values():
+        check_evaluation(lm, part.task, part.rows, part.sampler)
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
     log = None
-    if output is not None and problems:
-        chosen = {name: sampler_for(get_task(name), rows, sampler) for name, rows in problems.items()}
-        protocols = {name: protocol_of(rows, chosen[name], evaluation.attempts) for name, rows in problems.items()}
+    if output is not None and parts:
+        protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
         templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
         whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks, **templates}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
-    parts, seconds = [], {}
-    for name, rows in problems.items():
+    scores: dict[str, TaskScores] = {}
+    seconds = {}
+    for name, part in parts.items():
         part_start = time.perf_counter()
-        parts.append(_scores(lm, evaluation, sampler, get_task(name), rows, log, judge))
+        scores[name] = _scores(lm, evaluation, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
         found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples, sampler.seed)
-        parts.append(found)
+        scores["likelihood"] = found
         seconds["likelihood"] = time.perf_counter() - start
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
-    times = spent | {"tasks": _speeds(parts, seconds, log)}
-    result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=parts, environment=environment(lm), times=times)
+    times = spent | {"tasks": _speeds(scores, seconds, log)}
+    tasks = list(scores.values())
+    result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=tasks, environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
         result.write(output)
         if log is not None:
@@ -100,14 +110,29 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     return result
 
 
-def _speeds(parts: list[TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
-    """Seconds and tokens per second by task, of all processes, with the time to verify; None if all items had been finished before."""
+def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
+    """Seconds and tokens per second by part, of all processes, with the time to verify; None if all items had been finished before."""
     speeds = {}
-    for part in parts:
-        finished = log.finished(part.task) if log else {}
-        tokens, spent = sum(item.tokens for item in part.items if item.id not in finished), seconds[part.task]
-        speeds[part.task] = {"seconds": spent, "tokens_per_second": tokens / spent if tokens else None}
+    for name, part in scores.items():
+        finished = log.finished(name) if log else {}
+        tokens, spent = sum(item.tokens for item in part.items if item.id not in finished), seconds[name]
+        speeds[name] = {"seconds": spent, "tokens_per_second": tokens / spent if tokens else None}
     return speeds
+
+
+def _parts(evaluation: EvaluationConfig, sampler: SamplerConfig) -> dict[str, Part]:
+    """What is measured: each task at each point of the curve, if there is one. The names are those of `labels`."""
+    points = {"": sampler}
+    if evaluation.curve:
+        setting = evaluation.curve.partition("=")[0]
+        samplers = curve_samplers(sampler, evaluation.curve)
+        points = {f", {setting} {getattr(point, setting)}": point for point in samplers}
+    parts: dict[str, Part] = {}
+    for name in evaluation.tasks:
+        task = get_task(name)
+        rows = _problems(evaluation, task, sampler)
+        parts |= {name + at: Part(task, rows, sampler_for(task, rows, point)) for at, point in points.items()}
+    return parts
 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
@@ -119,20 +144,15 @@ def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) 
 
 
 def _scores(
-    lm: DiffusionLM,
-    evaluation: EvaluationConfig,
-    sampler: SamplerConfig,
-    task: Task,
-    rows: list[Row],
-    log: ItemLog | None,
-    judge: DiffusionLM | None,
+    lm: DiffusionLM, evaluation: EvaluationConfig, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None
 ) -> TaskScores:
-    attempts, ks = evaluation.attempts, evaluation.ks
-    result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log, judge=judge)
+    options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
-    data = masked_text(evaluation.sources.get(task.name, "generated"))
+    data = masked_text(evaluation.sources.get(part.task.name, "generated"))
     judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
-    return result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    scores = result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    return with_speed(scores) if evaluation.curve else scores
 
 
 def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:

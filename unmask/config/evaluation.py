@@ -37,6 +37,8 @@ class EvaluationConfig(Config):
     """Completions of each problem; more than one needs a temperature."""
     pass_at: list[str] | None = None
     """Report pass@K, the probability that one of K attempts is right; for several, repeat it or write 1,10; unset: of all attempts."""
+    curve: str | None = None
+    """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
     """Instead of a task: the file whose documents' likelihood is measured."""
     estimator: Literal["elbo", "exact"] | None = None
@@ -49,6 +51,8 @@ class EvaluationConfig(Config):
             raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
         if (self.metric or self.judge) and self.likelihood:
             raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
+        if self.curve and self.likelihood:
+            raise ConfigError("a likelihood has no sampler", where="--curve", remedy="Leave it out, or give --task")
 
     @property
     def tasks(self) -> list[str]:

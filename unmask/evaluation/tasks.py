@@ -156,6 +156,7 @@ def evaluate_task(
     attempts: int = 1,
     pass_at: Sequence[int] = (),
     log: ItemLog | None = None,
+    part: str | None = None,
     judge: DiffusionLM | None = None,
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
@@ -169,35 +170,44 @@ def evaluate_task(
         attempts: completions per row; "solved" and "value" are means over them.
         pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
         log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
+        part: the name under which the log keeps them; None: that of the task.
 
     Raises:
         ConfigError: as `check_text_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
-    sampler = sampler_for(task, rows, sampler)
+    sampler, name_in_log = sampler_for(task, rows, sampler), part or task.name
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
     ids = item_ids(rows)
-    found = {} if log is None else log.finished(task.name)
+    found = {} if log is None else log.finished(name_in_log)
     asked = [n for n, name in enumerate(ids) if name not in found]
     keys = _keys(lm, rows, ids)
     at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
     for number in range(0, len(asked), at_once):
-        part = asked[number : number + at_once]
+        chosen = asked[number : number + at_once]
         if log is not None:
-            part = log.share(part)
-        items = _answer(lm, task, [rows[n] for n in part], [ids[n] for n in part], [keys[n] for n in part], sampler, attempts, pass_at)
+            chosen = log.share(chosen)
+        own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
+        items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
         if log is not None:
-            log.add(task.name, items)
+            log.add(name_in_log, items)
         found |= {item.id: item for item in items}
     if log is not None:
-        found = log.gather(task.name)
+        found = log.gather(name_in_log)
     items = [found[name] for name in ids]
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
+    of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
+    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+
+
+def _text_scores(
+    lm: DiffusionLM, task: Task, verified: Sequence[tuple[Mapping[str, Any], Item]], metrics: Sequence[str], judge: DiffusionLM | None
+) -> TextScores:
+    pairs = [(text, row) for row, item in verified for text in item.completions]
     written = GeneratedTexts(
         texts=[text for text, _ in pairs],
         prompts=[row["prompt"] for _, row in pairs],
@@ -206,8 +216,7 @@ def evaluate_task(
         tokenizer=lm.tokenizer,
         judge=judge,
     )
-    of_texts = text_metrics(metrics, written) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+    return text_metrics(metrics, written)
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
