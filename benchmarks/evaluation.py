@@ -37,7 +37,8 @@ class Contender:
     """A way to evaluate; keeps the items, or the texts, of its last call."""
 
     def __init__(self, call: Callable[[], Any]):
-        self.call, self.found = call, None
+        self.call = call
+        self.found: Any = None
 
     def __call__(self) -> None:
         self.found = self.call()
