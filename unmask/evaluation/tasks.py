@@ -113,8 +113,17 @@ def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
 
 def protocol_of(rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
     """What the completions depend on beside the model: the rows with their prompts, the sampler, the attempts."""
-    digest = hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
-    return {"rows": len(rows), "rows_sha256": digest, "attempts": attempts, "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY)}
+    return {
+        "rows": len(rows),
+        "rows_sha256": rows_fingerprint(rows),
+        "attempts": attempts,
+        "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY),
+    }
+
+
+def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A hash of the content of rows."""
+    return hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
