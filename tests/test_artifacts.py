@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from unmask import artifacts
-from unmask.artifacts import MetricsLog, run_manifest, write_atomic, write_manifest
+from unmask.artifacts import MetricsLog, irregular_file, read_file, run_manifest, write_atomic, write_manifest
 from unmask.errors import DataError
 
 
@@ -66,6 +67,27 @@ def test_the_manifest_tells_how_to_repeat_the_run(tmp_path):
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
     monkeypatch.setattr(artifacts, "RECORDED_PACKAGES", ("no-such-package",))
     assert run_manifest({})["packages"] == {"no-such-package": None}
+
+
+@pytest.mark.parametrize("name", ["a FIFO", "a device", "a folder", "a file without end", "a link to a FIFO"])
+def test_only_files_are_read(name, tmp_path):
+    path, fifo = tmp_path / "manifest.json", tmp_path / "fifo"
+    os.mkfifo(fifo)
+    match name:
+        case "a FIFO":
+            path = fifo
+        case "a device":
+            path.symlink_to("/dev/zero")
+        case "a folder":
+            path.mkdir()
+        case "a link to a FIFO":
+            path.symlink_to(fifo)
+        case "a file without end":
+            path.touch()
+            os.truncate(path, 2**40)
+    with pytest.raises(OSError, match=r"regular file|more than 1,073,741,824 bytes"):
+        read_file(path)
+    assert irregular_file(tmp_path) == "fifo"
 
 
 def test_an_atomic_write_that_fails_leaves_the_earlier_file(tmp_path):

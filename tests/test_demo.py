@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 
 import unmask
 from unmask.demo import DESCRIPTIONS, Demo, DemoSettings, run_demo
 from unmask.errors import TrainingError
+from unmask.evaluation.report.content import Table
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
@@ -21,13 +23,17 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
     output = tmp_path / "demo"
     report = run_demo(task=task, output=output, seed=3, settings=TINY)
     names = list(DESCRIPTIONS)
-    assert [verb.name for verb in report.verbs] == names
-    assert all(verb.curves and verb.seconds > 0 for verb in report.verbs)
-    assert all(verb.curves["loss"] for verb in report.verbs[:4])
-    assert "reward" in report.verbs[-1].curves and len(report.comparisons) == 4
+    assert list(report.entries) == names
+    charts = [(series.name, chart.title) for chart in report.charts() for series in chart.series]
+    losses = [("pretrain", "loss"), ("convert", "cross entropy"), ("sft", "cross entropy"), ("dpo", "loss"), ("grpo", "reward")]
+    assert set(losses) <= set(charts)
+    tables = {block.caption: block for section in report.sections for block in section.blocks if isinstance(block, Table)}
+    assert [row[0].text for row in tables["What was run"].groups[0][1]] == names
+    differences = next(table for caption, table in tables.items() if caption.endswith("what made a difference"))
+    assert [row[0].text for row in differences.groups[0][1]] == [f"{after} against {before}" for before, after in pairwise(names)]
 
     page = (output / "report.html").read_text()
-    assert all(f">{name}<" in page for name in names) and "<svg" in page
+    assert all(f"</span>{name}<" in page for name in names) and "<svg" in page
     manifest = json.loads((output / "manifest.json").read_text())
     assert manifest["config"]["seed"] == 3 and manifest["config"]["settings"]["rows"] == 64
 

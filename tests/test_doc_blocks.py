@@ -10,6 +10,7 @@ import argparse
 import ast
 import functools
 import importlib
+import importlib.util
 import itertools
 import json
 import re
@@ -57,6 +58,8 @@ ROWS = {
     "preferences.jsonl": {"prompt": "What? ", "chosen": "This.", "rejected": "That."},
     "prompts.jsonl": {"prompt": "What? "},
     "summaries.jsonl": {"prompt": "Say it: ", "answer": "This."},
+    "runs/sft/training_logs.json": {"step": 1, "loss": 2.0},
+    "runs/grpo/training_logs.json": {"step": 1, "reward": 0.5},
 }
 
 
@@ -197,8 +200,18 @@ def give_module(words: list[str]) -> None:
         give(arguments, run=False)
     elif module.startswith("benchmarks"):
         parse_benchmark(module, arguments)
+    elif module == "unmask.evaluation.harness":
+        parse_harness(arguments)
     else:
         assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
+
+
+def parse_harness(arguments: list[str]) -> None:
+    """Pass the arguments to lm-eval's parser, where it is installed."""
+    if importlib.util.find_spec("lm_eval") is not None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["lm_eval", *arguments])
+            assert importlib.import_module("lm_eval._cli").HarnessCLI().parse_args().model == "unmask"
 
 
 def parse_benchmark(module: str, arguments: list[str]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import math
 import os
 import platform
+import re
 import shlex
+import stat
 import subprocess
 import sys
 import tempfile
@@ -19,6 +22,10 @@ from typing import Any
 from unmask.errors import DataError
 from unmask.redaction import masked, masked_argument
 
+VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
+"""The names of variables that are settings of a run."""
+MAX_FILE = 2**30
+"""Bytes of a file of a run at most."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 
@@ -36,6 +43,31 @@ def write_atomic(path: str | Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def read_file(path: str | Path) -> str:
+    """The text of a UTF-8 file in a folder that others may write to.
+
+    Raises:
+        OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE` bytes, or cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        if found.st_size > MAX_FILE:
+            raise OSError(errno.EFBIG, f"it has more than {MAX_FILE:,} bytes", str(path))
+        with open(descriptor, encoding="utf-8", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
+
+
+def irregular_file(folder: Path) -> str | None:
+    """The name of an entry of a folder that is neither a file nor a folder, which would hang what reads it; None: there is none."""
+    return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), None)
 
 
 def default_mode() -> int:
@@ -85,7 +117,7 @@ class MetricsLog:
         if not self.path.exists():
             raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
         records = []
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        for number, line in enumerate(read_file(self.path).splitlines(keepends=True), start=1):
             if line.endswith("\n"):
                 try:
                     records.append(json.loads(line))
@@ -103,6 +135,11 @@ def package_version(package: str) -> str | None:
         return None
 
 
+def started_by(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The words that started this process: first `NAME=VALUE` of variables that are settings, in the order of their names."""
+    return [*(f"{name}={environ[name]}" for name in sorted(environ) if VARIABLE.fullmatch(name)), *sys.orig_argv]
+
+
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command, git commit, config.
 
@@ -117,7 +154,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(map(masked_argument, sys.orig_argv)),
+        "command": shlex.join(map(masked_argument, started_by())),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -28,13 +29,13 @@ def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("RANK", "0") == "0"
 
 
-def first_to_report(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether no process that torchrun started with this one on this machine has reported how the run ended. From now on one has. Without
-    torchrun each reports for itself."""
+def first_to_report(text: str = "", environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether no process that torchrun started with this one on this machine has reported this text, or, without one, how the run ended.
+    From now on one has. Without torchrun each reports for itself."""
     if not (file := environ.get("TORCHELASTIC_ERROR_FILE")):
         return True
     try:
-        Path(file).parents[1].joinpath("reported").touch(exist_ok=False)
+        Path(file).parents[1].joinpath(f"reported{hashlib.sha256(text.encode()).hexdigest() if text else ''}").touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:

@@ -7,10 +7,8 @@ something to improve (docs/demo.md).
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +16,20 @@ import torch
 from transformers import LlamaConfig
 
 from unmask.artifacts import write_manifest
+from unmask.commands.report import read_run
 from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
 from unmask.evaluation.provenance import write_result_of_run
-from unmask.evaluation.report import Denoising, Report, VerbResult, write_report
-from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.evaluation.report.build import make_report
+from unmask.evaluation.report.content import Answer, Block, Denoising, Notes, Problem, Record, Report, Section
+from unmask.evaluation.report.page import write_page
+from unmask.evaluation.report.scores import Result
+from unmask.evaluation.report.training import Run
+from unmask.evaluation.result_file import read_result
+from unmask.evaluation.tasks import evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, random_model
@@ -81,8 +85,7 @@ class Demo:
         self.text = answered(task, self.train, settings.text_mistakes, seed)
         self.demonstrations = answered(task, self.train, settings.mistakes, seed + 2)
         self.lm = small_model(task, settings, seed)
-        self.verbs: list[VerbResult] = []
-        self.results: dict[str, TaskResult] = {}
+        self.runs: list[Run] = []
 
     def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
         """The TrainingArguments that all verbs share."""
@@ -100,44 +103,40 @@ class Demo:
             **more,
         }
 
-    def run(self, name: str, description: str, progress: Progress, train: Callable[[Phase], Sequence[Mapping[str, float]]]) -> None:
+    def run(self, name: str, description: str, progress: Progress, train: Callable[[Phase], None]) -> None:
         """Train with one verb, save the model and evaluate it."""
-        started = time.monotonic()
         with progress.phase(name) as phase:
-            history = train(phase)
+            train(phase)
             self.lm.save(self.output / name)
         with progress.phase(f"{name}: evaluate"):
             result = evaluate_task(self.lm, self.task, self.test)
         write_result_of_run(self.output / name, self.lm, self.output / name, result)
-        self.results[name] = result
-        seconds = time.monotonic() - started
-        self.verbs.append(VerbResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))
+        self.runs.append(read_run(self.output / name, name, len(self.runs), description=description))
 
-    def pretrain(self, phase: Phase) -> Any:
+    def pretrain(self, phase: Phase) -> None:
         rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
         args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, learning_rate=2e-3, packing=False))
-        return history_of(PretrainTrainer(self.lm, args, rows, progress=phase))
+        PretrainTrainer(self.lm, args, rows, progress=phase).train()
 
-    def convert(self, phase: Phase) -> Any:
+    def convert(self, phase: Phase) -> None:
         args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3, canvas_length=self.task.max_completion))
         trainer = ConvertTrainer(self.lm, args, self.text, progress=phase)
         trainer.train()
         self.lm = trainer.lm
-        return trainer.log_history
 
-    def sft(self, phase: Phase) -> Any:
+    def sft(self, phase: Phase) -> None:
         args = SFTConfig(**self.arguments("sft", self.settings.sft, learning_rate=1e-3, canvas_length=self.task.max_completion))
-        return history_of(SFTTrainer(self.lm, args, self.demonstrations, progress=phase))
+        SFTTrainer(self.lm, args, self.demonstrations, progress=phase).train()
 
-    def dpo(self, phase: Phase) -> Any:
+    def dpo(self, phase: Phase) -> None:
         rng = random.Random(self.seed + 3)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
         arguments = self.arguments("dpo", self.settings.dpo, learning_rate=4e-6, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
-        return history_of(DPOTrainer(self.lm, args, pairs, progress=phase))
+        DPOTrainer(self.lm, args, pairs, progress=phase).train()
 
-    def grpo(self, phase: Phase) -> Any:
+    def grpo(self, phase: Phase) -> None:
         args = GRPOConfig(
             **self.arguments("grpo", self.settings.grpo, learning_rate=5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
             | {"per_device_train_batch_size": 256},
@@ -145,16 +144,19 @@ class Demo:
             steps=6,
             prompt_mask_rate=0.0,
         )
-        return history_of(GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase))
+        GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase).train()
 
-    def denoising(self) -> Denoising:
-        """How one held-out problem is denoised, token by token."""
+    def denoising(self) -> Block:
+        """How one held-out problem is denoised, token by token: a grid for Sudoku, else a text."""
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
         trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
-        puzzle = row.get("puzzle")  # Sudoku only: drawn as a grid
+        puzzle = row.get("puzzle")  # Sudoku only
         length = len(puzzle) if puzzle else self.task.max_completion
         cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
+        if not puzzle:
+            answer = Answer(name=self.runs[-1].name, color=self.runs[-1].color, tokens=cells, steps=trace.steps[:length])
+            return Problem(title=self.task.name, prompt=row["prompt"], answers=[answer])
         frames: list[list[str]] = [[""] * length]
         revealed: list[dict[int, float]] = [{}]
         for step in range(max(trace.steps) + 1):
@@ -162,8 +164,8 @@ class Demo:
             if new:
                 frames.append([cell if i in new else old for i, (cell, old) in enumerate(zip(cells, frames[-1], strict=True))])
                 revealed.append(new)
-        clues = frozenset(i for i, cell in enumerate(puzzle or "") if cell != "0")
-        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if puzzle else None, clues=clues)
+        clues = frozenset(i for i, cell in enumerate(puzzle) if cell != "0")
+        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4, clues=clues)
 
 
 DESCRIPTIONS = {
@@ -192,51 +194,34 @@ def run_demo(
         for name, description in DESCRIPTIONS.items():
             demo.run(name, description, progress, getattr(demo, name))
     manifest = write_manifest(output / "manifest.json", {"task": task, "seed": seed, "settings": vars(settings)})
-    report = make_report(demo, manifest)
-    write_report(report, output / "report.html")
+    report = report_of(demo, manifest)
+    write_page(report, output / "report.html")
     return report
 
 
-def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
+def report_of(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     """The report of a finished demonstration."""
-    names = list(demo.results)
-    comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in pairwise(names)]
-    return Report(
-        title=f"Unmask: the whole pipeline on {demo.task.name}",
-        subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
-        verbs=demo.verbs,
-        comparisons=comparisons,
-        denoising=demo.denoising(),
-        notes=[
+    notes = Notes(
+        lines=[
             f"Answers with a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
-        ],
-        manifest=manifest,
+        ]
     )
-
-
-def history_of(trainer: Any) -> list[dict[str, float]]:
-    """Train, and return the logged metrics."""
-    trainer.train()
-    return trainer.state.log_history
+    return make_report(
+        title=f"Unmask: the whole pipeline on {demo.task.name}",
+        subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
+        entries=[run.name for run in demo.runs],
+        runs=demo.runs,
+        results=[Result(run.name, run.color, read_result(demo.output / run.name / "evaluation.json")) for run in demo.runs],
+        more=[Section(title="One answer, step by step", blocks=[demo.denoising()])],
+        last=[notes, Record(title="The demo", values=manifest)],
+    )
 
 
 def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
     """The rows with demonstrated answers, of which the fraction `mistakes` is wrong."""
     rng = random.Random(seed)
     return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]
-
-
-def curves(history: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """The logged metrics to plot, as (step, value) pairs: the reward, or the loss (without the 1/t weights if logged: they add noise)."""
-    logged = {name for line in history for name in line}
-    if "reward" in logged:
-        shown = {"reward": "reward"}
-    elif "cross_entropy" in logged:
-        shown = {"loss": "cross_entropy"}
-    else:
-        shown = {"loss": "loss", "accuracy": "accuracy"}
-    return {label: [(line["step"], line[name]) for line in history if name in line] for label, name in shown.items()}
 
 
 def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:

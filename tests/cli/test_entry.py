@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -202,6 +203,16 @@ def test_an_error_is_one_line_and_exit_code_2(args: list[str], environment: dict
     assert result.stderr.count("\n") == 1
 
 
+def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/of another")
+
+    monkeypatch.setattr("unmask.cli.train.check_output_folder", refuse)
+    result = run("sft", "--model", "m", "--output", "o")
+    assert result.exit_code == 2
+    assert result.stderr == "error: runs/of another: permission denied. Permit reading and writing, or choose another path.\n"
+
+
 def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(verb: str, config: RunConfig, resume: bool) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
@@ -261,7 +272,7 @@ COMMON = {
         "batch_size": 2,
     },
     **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
-    **{"max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
+    **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
 }
 SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),

@@ -107,6 +107,24 @@ def test_a_stream_may_be_renamed_but_not_edited(model, tmp_path):
     assert equal(weights(load(tmp_path / "out/model")), straight)
 
 
+def test_a_folder_in_the_place_of_a_file_is_one_error(run, tmp_path):
+    for name in ("config.yaml", "manifest.json", "training_logs.json", "data_report.json", "evaluation.json"):
+        path = tmp_path / "out" / name
+        path.rename(tmp_path / "kept")
+        path.mkdir()
+        assert_refused(unmask(*run, "--resume"), name, "Is a directory", "Move away what is in its place")
+        path.rmdir()
+        (tmp_path / "kept").rename(path)
+    shutil.rmtree(tmp_path / "out/checkpoint-4")
+    (tmp_path / "out/.unfinished").write_text("x")
+    assert_refused(unmask(*run, "--resume"), ".unfinished", "Not a directory", "Move away what is in its place. checkpoint-2 is intact")
+
+
+def test_a_folder_with_an_equals_sign_is_resumed_from(run, tmp_path):
+    assert unmask(*run[:-1], tmp_path / "a=b").exit_code == 0
+    assert unmask(*run[:-1], tmp_path / "c", "--resume", tmp_path / "a=b/checkpoint-2").exit_code == 0
+
+
 def test_there_is_nothing_to_resume_in_a_mistyped_folder(run, tmp_path):
     assert_refused(unmask(*run[:-1], tmp_path / "uot", "--resume"), "uot", "nothing to resume", "without --resume")
     assert not (tmp_path / "uot").exists()

@@ -117,16 +117,38 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     assert (output / "precious.txt").read_text() == "results"
 
 
-@pytest.mark.parametrize("inside", ["model", "checkpoint-2/deep", "new", "link"])
-def test_an_output_folder_inside_that_of_another_run_is_refused(inside, model, tmp_path):
+@pytest.mark.parametrize("inside", ["model", "model/sft", "checkpoint-2/deep", "stage-1", ".unfinished", "link"])
+def test_what_a_run_replaces_is_refused_as_the_output_of_another(inside, model, tmp_path):
     run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=2", "--output"]
     assert unmask(*run, tmp_path / "out").exit_code == 0
     (tmp_path / "link").symlink_to(tmp_path / "out/checkpoint-2")
     output = tmp_path / "link" if inside == "link" else tmp_path / "out" / inside
     before = sorted((tmp_path / "out").rglob("*"))
-    assert_refused(unmask(*run, output, "--overwrite"), f"is inside the folder of another run, {tmp_path / 'out'}", "outside of it")
+    words = (
+        f"is a part of the run in {tmp_path / 'out'}, which writes, replaces and removes",
+        f"beside it, such as {tmp_path / 'out'}/after-",
+    )
+    assert_refused(unmask(*run, output, "--overwrite"), *words)
     assert sorted((tmp_path / "out").rglob("*")) == before
     assert unmask(*run, tmp_path / "out", "--overwrite").exit_code == 0
+
+
+def test_a_run_inside_the_folder_of_another_and_the_outer_one_leave_each_other_alone(model, tmp_path):
+    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=1", "--output"]
+    outer, inner = tmp_path / "out", tmp_path / "out/sft"
+    assert unmask(*run, outer).exit_code == 0
+    assert unmask(*run, inner, "training.seed=1").exit_code == 0
+    before = {path: path.read_bytes() for path in inner.rglob("*") if path.is_file()}
+    for more in (["--resume"], ["--resume", outer / "checkpoint-1"]):  # not compared with the inner one
+        shutil.rmtree(outer / "checkpoint-2")
+        resumed = unmask(*run, outer, *more)
+        assert resumed.exit_code == 0, resumed.output
+    refused = unmask(*run, outer, "training.seed=1", "--resume", inner / "checkpoint-1")  # that of another run
+    assert_refused(refused, "out", "not empty")
+    assert unmask(*run, outer, "--overwrite").exit_code == 0
+    assert {path: path.read_bytes() for path in inner.rglob("*") if path.is_file()} == before
+    shutil.rmtree(inner / "checkpoint-2")
+    assert unmask(*run, inner, "training.seed=1", "--resume").exit_code == 0
 
 
 def assert_refused(result: Any, *words: str) -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
 from unmask.redaction import CONTROL
+from unmask.training.run_log import LOG_NAME
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -185,3 +187,25 @@ def test_of_two_runs_started_together_one_trains(model, tmp_path):
     assert [line["step"] for line in MetricsLog(tmp_path / "out/training_logs.json").read() if "loss" in line] == [*range(1, 31)]
     assert unmask(*run, tmp_path / "alone", f"training.seed={winner + 1}").exit_code == 0
     assert equal(*(weights(load(tmp_path / name / "model")) for name in ("out", "alone")))
+
+
+@pytest.mark.parametrize("file", ["manifest.json", LOG_NAME, LOCK_FILE])
+@pytest.mark.parametrize("kind", ["fifo", "zero", "sparse"])
+def test_what_never_ends_hides_no_other_run(file, kind, tmp_path):
+    manifest = json.dumps({"verb": "sft", "state": "running", "steps": 2, "command": "unmask sft"})
+    for name in ("good", "odd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "manifest.json").write_text(manifest)
+    path = tmp_path / "odd" / file
+    path.unlink(missing_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        found = {Path(run["folder"]).name: run["state"] for run in find_runs([tmp_path])}
+    assert found.pop("good") == "interrupted" and set(found) <= {"odd"}

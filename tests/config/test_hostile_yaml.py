@@ -46,6 +46,46 @@ def test_hostile_yaml_is_one_error(name: str) -> None:
         parse_yaml(text, "x.yaml")
 
 
+MALFORMED_SECRETS = [
+    "*sEcReT", "!sEcReT x", "!<sEcReT> x", "!sEcReT!y x", '"sEcReT\\0"', '"sEcReT\\ud800"', "!!int sEcReT", "!!bool sEcReT",
+    "!!float sEcReT", "!!binary sEcReT\xe9", "!!timestamp sEcReT", "{sEcReT: 1, sEcReT: 2}", "{? [sEcReT] : 1}",
+    "{a: {sEcReT: 1, sEcReT: 2}}", "[1, *sEcReT]", "[*sEcReT : 1]", "{a: *sEcReT}", "[{b: !sEcReT x}]", "&sEcReT &sEcReT x", "&sEcReT! x",
+    "\n  *sEcReT", "\n  - a\n  - !sEcReT x", "{<<: *sEcReT}", "{<<: sEcReT}", "!!set {*sEcReT}", "!!omap [sEcReT]", "!!pairs sEcReT",
+    "!!int [sEcReT]", "!!str [sEcReT]", "!!map sEcReT", "!!seq sEcReT", "!!merge sEcReT", "!!null {sEcReT: *x}",
+]  # fmt: skip
+AROUND = [
+    ("hub_token: {}", "x.yaml"),
+    ("training: {{a: 1, hub_token: {}\n }}", "x.yaml"),
+    ("? api_key\n: {}", "x.yaml"),
+    ("a: 1\ntraining.password: {}\nb: 2", "x.yaml"),
+    ("{}", "command line, training.hub_token"),
+    ("{}", "environment variable UNMASK_TRAINING__HUB_TOKEN"),
+]
+
+
+@pytest.mark.parametrize("value", MALFORMED_SECRETS)
+def test_an_error_quotes_nothing_of_a_secret(value: str) -> None:
+    for around, where in AROUND:
+        with pytest.raises(ConfigError) as caught:
+            parse_yaml(around.format(value), where)
+        assert where in str(caught.value) and "sEcReT" not in str(caught.value)
+        assert caught.value.__context__ is None  # a traceback would quote it
+
+
+@pytest.mark.parametrize("override", ["training=hub_token=sEcReT", "--hub_token sEcReT", "training.hub_token sEcReT"])
+def test_a_misspelt_override_shows_no_secret(override: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(read_layers(overrides=["model.path=m", "output_dir=o", override]))
+    assert "hub_token" in str(caught.value) and "sEcReT" not in str(caught.value)
+
+
+def test_errors_outside_of_a_secret_name_what_is_wrong() -> None:
+    texts = "hub_token: x\na: *b", "hub_token: {x: 1}\nb: 1\nb: 2", "hub_token: [x]\na: !b x", "a: {hub_token: {b: c}, b: 1, b: 2}"
+    for text in texts:
+        with pytest.raises(ConfigError, match=r"'!?b'"):
+            parse_yaml(text, "x.yaml")
+
+
 def test_aliases_in_reason_are_read() -> None:
     assert parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: *a}}", "x") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
 

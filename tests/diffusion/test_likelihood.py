@@ -71,7 +71,7 @@ def test_the_estimate_averages_to_the_bound(kind, samples):
     lm = toy.toy(kind)
     ids, maskable = batch(1)
     number = 200
-    estimate = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples)
+    estimate = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples).value_B
     exact, error = sum(toy.lower_bound(table) for table in tables(lm, ids[0])), estimate.std().item() / math.sqrt(number)
     assert error < 0.05 * abs(exact)
     assert estimate.mean().item() == pytest.approx(exact, abs=5 * error + 1e-6 * abs(exact))  # weights are float32
@@ -81,8 +81,8 @@ def test_chunks_do_not_change_the_estimate():
     lm = toy.toy()
     ids, maskable = batch()
     draw = Draw(0, torch.arange(4))
-    whole = elbo(lm, ids, None, maskable, draw, samples=5)
-    torch.testing.assert_close(elbo(lm, ids, None, maskable, draw, samples=5, chunk=3), whole, rtol=0, atol=1e-12)
+    whole = elbo(lm, ids, None, maskable, draw, samples=5).value_B
+    torch.testing.assert_close(elbo(lm, ids, None, maskable, draw, samples=5, chunk=3).value_B, whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
@@ -111,7 +111,8 @@ def test_nothing_to_predict_is_certain():
     ids, maskable = batch()
     nothing = torch.zeros_like(maskable)
     assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
-    assert elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3).tolist() == [0] * 4
+    nothing_estimated = elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3)
+    assert nothing_estimated.value_B.tolist() == [0] * 4 and nothing_estimated.standard_error_B.tolist() == [0] * 4
 
 
 @torch.enable_grad()
@@ -145,3 +146,56 @@ def test_too_many_orders_are_refused():
     with pytest.raises(GenerationError, match=r"13 tokens needs 2\*\*13 passes.*estimator='elbo'"):
         exact_log_likelihood(toy.toy(), ids, None, maskable)
     exact_log_likelihood(toy.toy("blocks of three"), ids, None, maskable)  # each block on its own
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift"])
+@pytest.mark.parametrize("samples", [5, 9, 21])
+def test_the_standard_error_is_that_of_repeated_estimates(kind, samples):
+    """Its square averages to the variance of the estimate, which is unbiased for an even number of pairs."""
+    lm, number = toy.toy(kind), 1500 // samples * 4
+    ids, maskable = batch(1)
+    found = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples)
+    assert found.difference_BP.shape == (number, (samples - 1) // 4)
+    squared_B = found.standard_error_B**2
+    error = math.hypot(squared_B.std().item(), found.value_B.sub(found.value_B.mean()).square().std().item()) / math.sqrt(number)
+    assert squared_B.mean().item() == pytest.approx(found.value_B.var().item(), abs=4 * error)
+    assert error < 0.2 * squared_B.mean()
+
+
+def test_an_error_that_the_views_do_not_tell_is_not_known():
+    lm = toy.toy()
+    ids, maskable = batch(1)
+    for samples in (1, 2, 3, 4):
+        assert elbo(lm, ids, None, maskable, Draw(0, torch.tensor([1])), samples=samples).standard_error_B.isnan().all()
+    one = torch.arange(TOTAL)[None] == PROMPT
+    assert elbo(lm, ids, None, one, Draw(0, torch.tensor([1])), samples=3).standard_error_B.tolist() == [
+        0
+    ]  # a single token: no mask is drawn
+
+
+def seen_masks(lm, monkeypatch, prompt, length, samples=9):
+    """What the estimate hides of a completion [M, L]."""
+    masks = []
+
+    def record(lm, ids_BT, attention_mask_BT, views, **options):
+        masks.append(views.hidden_BMT[0, :, prompt:])
+        return torch.zeros(views.hidden_BMT.shape, dtype=torch.float64)
+
+    monkeypatch.setattr("unmask.diffusion.likelihood.view_log_probs", record)
+    ids = toy.random_row(prompt + length, seed=prompt + length)[None]
+    maskable = (torch.arange(prompt + length) >= prompt)[None]
+    elbo(lm, ids, None, maskable, Draw(3, torch.tensor([7])), samples=samples)
+    return masks[0]
+
+
+def test_masks_are_those_of_the_key_whatever_is_before_them(monkeypatch):
+    lm = toy.toy()
+    assert torch.equal(seen_masks(lm, monkeypatch, 2, 6), seen_masks(lm, monkeypatch, 5, 6))
+
+
+def test_completions_of_different_lengths_share_both_ends_of_their_masks(monkeypatch):
+    lm = toy.toy()
+    longer, shorter = (seen_masks(lm, monkeypatch, 2, length, samples=201).float() for length in (12, 11))
+    same = torch.cat([(longer[1:, :5] == shorter[1:, :5]).float(), (longer[1:, -5:] == shorter[1:, -5:]).float()], 1).mean(0)
+    assert same.min() > 0.8  # half of them would be equal by chance
+    assert (longer[1:, 1:6] == shorter[1:, :5]).float().mean() < 0.7

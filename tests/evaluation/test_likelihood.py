@@ -12,6 +12,7 @@ from tests import toy
 from tests.helpers import shared_path
 from unmask import log_likelihood
 from unmask.errors import ConfigError, GenerationError
+from unmask.evaluation.likelihood import default_estimator, log_likelihoods
 from unmask.models.load import load
 
 EXACT = {"rtol": 0, "atol": 1e-10}
@@ -49,8 +50,8 @@ def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
     exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
     assert exact.tolist() == pytest.approx([sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10)
     bounds = [sum(map(toy.lower_bound, tables(lm, *pair))) for pair in PAIRS]
-    repeats = 40
-    estimates = torch.stack([log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=seed) for seed in range(repeats)])
+    repeats = 20
+    estimates = torch.stack([log_likelihood(lm, PROMPTS, COMPLETIONS, "elbo", samples=3, seed=seed) for seed in range(repeats)])
     errors = estimates.std(0) / math.sqrt(repeats)
     for mean, error, bound in zip(estimates.mean(0).tolist(), errors.tolist(), bounds, strict=True):
         assert mean == pytest.approx(bound, abs=5 * error + 1e-5)
@@ -182,3 +183,63 @@ def test_a_real_model_prefers_english():
     completions = [", there was a little girl", " girl little a was there ,"]
     likely, unlikely = log_likelihood(lm, ["Once upon a time"] * 2, completions, estimator="exact")
     assert likely > unlikely + 10 and math.isfinite(unlikely)
+
+
+def test_the_default_is_exact_where_that_is_cheap():
+    kinds = {"bidirectional": "elbo", "blocks of three": "exact", "causal": "exact", "causal without a shift": "elbo"}
+    assert {kind: default_estimator(any_toy(kind)) for kind in kinds} == kinds
+    assert default_estimator(toy.toy(attention=("block_causal", 5, True))) == "elbo"
+
+
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_small_blocks_are_summed_over_all_orders(size, shift):
+    lm = toy.toy(attention=("block_causal", size, shift))
+    expected = [sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS]
+    assert log_likelihood(lm, PROMPTS, COMPLETIONS).tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_completions_of_one_prompt_have_common_masks():
+    """Of equal tokens the estimates are equal, those of another prompt's key are not, and `keys` sets them."""
+    lm = toy.toy()
+    found = log_likelihoods(lm, ["ab"] * 2, ["abbab", "abbaa"], samples=9)
+    difference = (found.differences[0] - found.differences[1]).square().sum().sqrt()
+    assert difference < found.standard_errors.square().sum().sqrt()
+    own = log_likelihoods(lm, ["ab", "ab"], ["abbab", "abbab"], samples=9, keys=[1, 2])
+    assert own.values[0] != own.values[1]
+    assert torch.equal(log_likelihoods(lm, ["ab"], ["abbab"], samples=9, keys=[2]).values, own.values[1:])
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_the_bits_do_not_depend_on_other_pairs(kind):
+    lm = any_toy(kind)
+    together = log_likelihoods(lm, PROMPTS, COMPLETIONS, samples=9)
+    for index, (prompt, completion) in enumerate(PAIRS):
+        alone = log_likelihoods(lm, [prompt], [completion], samples=9)
+        assert torch.equal(alone.values, together.values[index : index + 1])
+        assert torch.equal(alone.differences[0], together.differences[index])
+
+
+def test_exact_values_have_no_error():
+    found = log_likelihoods(any_toy("causal"), PROMPTS, COMPLETIONS)
+    assert found.standard_errors.tolist() == found.half_widths().tolist() == [0] * 6
+
+
+@pytest.mark.slow
+def test_the_interval_holds_the_bound_as_often_as_it_says():
+    """2,000 requests, whose bounds are the sums over all masks."""
+    lm, inside = toy.toy(), 0
+    for number in range(100):
+        row = toy.random_row(toy.PROMPT + 4 + number % 4, seed=number).tolist()
+        truth = toy.lower_bound(toy.conditionals(lm, torch.tensor(row), list(range(toy.PROMPT, len(row)))))
+        prompts, completions = [row[: toy.PROMPT]] * 20, [row[toy.PROMPT :]] * 20
+        found = log_likelihoods(lm, prompts, completions, "elbo", samples=128, keys=range(20 * number, 20 * number + 20))
+        inside += int(((found.values - truth).abs() <= found.half_widths()).sum())
+    assert 0.93 <= inside / 2000 <= 0.97
+
+
+def test_a_causal_pair_may_be_one_token_longer_than_the_context():
+    lm = any_toy("causal")
+    assert log_likelihood(lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]).isfinite()
+    with pytest.raises(GenerationError, match="exceed the context"):
+        log_likelihood(lm, ["b"], ["a" * 33])

@@ -19,14 +19,21 @@ from unmask.data.problems import read_problems
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
-from unmask.evaluation.overlap import overlap
 from unmask.evaluation.result_file import read_result
+from unmask.evaluation.statistics import Interval
 from unmask.evaluation.tasks import evaluate_task
+from unmask.evaluation.text_metrics import GeneratedTexts, text_metrics
 from unmask.tasks import get_task
 
 TEXTS = ["the cat sat", "A dog barked at the old grey postman.", "rain fell all night on the roof", ""]
 REFERENCES = ["the cat sat on the mat", "The dog barked at the postman all day.", "rain fell all night on the roof", "nothing at all"]
 GROUPS = ["a", "b", "b", "c"]
+TOKENIZER = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).tokenizer
+
+
+def overlap(metrics: list[str], texts: list[str], references: list[str], groups: list[str]) -> dict[str, Interval]:
+    written = GeneratedTexts(texts=texts, prompts=texts, references=references, groups=groups, tokenizer=TOKENIZER)
+    return text_metrics(metrics, written).values
 
 
 def test_means_are_the_figures_of_the_libraries():
@@ -65,7 +72,7 @@ def test_identical_texts_score_one():
     ("metrics", "texts", "error", "message"),
     [
         (["bleau"], TEXTS, ConfigError, "metric: unknown metric 'bleau'.*bleu"),
-        (["bleu"], TEXTS[:3], DataError, "3 texts, 4 references and 4 groups"),
+        (["bleu"], TEXTS[:3], DataError, "3 texts, 3 prompts, 4 references and 4 groups"),
     ],
 )
 def test_wrong_arguments_are_refused(metrics, texts, error, message):
@@ -99,10 +106,10 @@ def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     monkeypatch.setattr(tasks, "generate", lambda *_: written(texts))
     result = evaluate_task(lm, task, rows, SamplerConfig(), ["rouge", "bleu"])
     expected = overlap(["rouge", "bleu"], TEXTS, REFERENCES, [row["group"] for row in rows])
-    assert result.overlap == expected
+    assert result.of_texts.values == expected
     figures = result.to_scores().metrics
-    assert figures["bleu"] == tasks.as_metric(expected["bleu"])
-    assert figures["solved"].mean == 0.25 and not evaluate_task(lm, task, rows).overlap
+    assert figures["bleu"] == tasks.as_metric("bleu", expected["bleu"])
+    assert figures["solved"].mean == 0.25 and not evaluate_task(lm, task, rows).of_texts.values
 
 
 def test_the_command_line_measures_them(tmp_path):

@@ -187,3 +187,9 @@ def test_true_hypotheses_are_rejected_at_most_as_often_as_stated_also_of_many_wi
         single += p_values[0] <= 0.05
         family += min(holm(p_values)) <= 0.05
     assert single / trials <= 0.09 and family / trials <= 0.09  # 0.05 and two standard deviations
+
+
+@pytest.mark.parametrize(("degrees", "expected"), [(3, 3.182), (8, 2.306), (31, 2.040), (1000, 1.962)])
+def test_students_quantiles_are_those_of_the_tables(degrees, expected):
+    assert statistics.student_quantile(0.975, degrees) == pytest.approx(expected, rel=0.012 if degrees < 5 else 1e-3)
+    assert statistics.student_quantile(0.975, 0) == math.inf

@@ -107,6 +107,37 @@ def test_filters_keep_the_first_of_equally_likely_tokens():
     assert (keep_likely(weight_NV, 0, 0.5) > 0).tolist() == [[False, True, True, False, False]]
 
 
+@given(seeds, st.sampled_from([0.0, 1.0]), st.sampled_from(POLICIES), st.booleans(), st.sets(st.integers(0, 4), min_size=1, max_size=3))
+def test_the_tokens_to_reveal_last_have_no_confidence(seed, temperature, policy, filtered, last):
+    """The order of the others stays, by the confidence they had; with `filtered_confidence`, by that among the other tokens alone."""
+    logits_NV = random_logits(seed, 6, 5)
+    settings = {"policy": policy, "temperature": temperature, "filtered_confidence": filtered and policy not in ("random", "left_to_right")}
+    before, after = decide_rows(logits_NV, **settings), decide_rows(logits_NV, **settings, reveal_last=sorted(last))
+    assert torch.equal(after.token_N, before.token_N) and torch.equal(after.log_prob_N, before.log_prob_N)
+    expected_N = before.priority_N
+    if settings["filtered_confidence"]:
+        others_NV = logits_NV.index_fill(1, torch.tensor(sorted(last)), -torch.inf)
+        expected_N = decide_rows(others_NV, policy=policy, filtered_confidence=True).priority_N  # temperature 0 counts as 1
+        if policy == "confidence":
+            expected_N = others_NV.log_softmax(-1).gather(1, after.token_N[:, None])[:, 0].float()
+    is_last_N = torch.tensor([token in last for token in after.token_N.tolist()])
+    assert (after.priority_N[is_last_N] == torch.finfo(torch.float32).min).all()
+    torch.testing.assert_close(after.priority_N[~is_last_N], expected_N[~is_last_N])
+
+
+@pytest.mark.parametrize("rule", [{"threshold": 1e-9}, {"factor": 0.5}, {"policy": "entropy", "entropy_bound": 50.0}])
+def test_parallel_rules_reveal_the_last_tokens_last(rule):
+    """All others at once; where no other is hidden, one at a time."""
+    config = SamplerConfig(reveal_last=[0], **rule)
+    logits_NV = torch.tensor([[9.0, 0.0, 0.0], [0.0, 9.0, 0.0], [9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
+    zero_N = torch.zeros(4, dtype=torch.long)
+    priority_N = decide(logits_NV, config, zero_N, zero_N, zero_N).priority_N
+    count_B = num_accepted(priority_N[None], config)
+    assert first_by_priority(priority_N[None], count_B).tolist() == [[False, True, False, True]]
+    priority_N[[1, 3]] = -torch.inf
+    assert first_by_priority(priority_N[None], num_accepted(priority_N[None], config)).tolist() == [[True, False, False, False]]
+
+
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
 def test_narrow_settings_are_greedy(settings):
     logits_NV = random_logits(3, 40, 11)

@@ -170,6 +170,7 @@ def test_infilling_covers_every_hidden_position_once(attention, block_size, data
         ({"steps": -1}, "steps: -1 is not valid"),
         ({"tokens_per_step": 0}, "tokens_per_step: 0 is not valid"),
         ({"allowed_tokens": []}, "allowed_tokens"),
+        ({"reveal_last": []}, "reveal_last"),
     ],
 )
 def test_settings_that_contradict_one_another(settings, message):
@@ -186,6 +187,7 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
+        ("bidirectional", None, {"reveal_last": [99]}, "reveal_last: token id 99"),
         ("bidirectional", None, {"drafts": 2}, "drafts: a pass over a whole canvas is limited by arithmetic"),
         ("causal", None, {"drafts": 2}, "drafts: blocks of one token have no states to draft"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),

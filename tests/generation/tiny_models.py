@@ -89,6 +89,7 @@ def configs(draw, attention: str, block_size: int | None):
         "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
         "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
         "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
+        "reveal_last": draw(st.sampled_from([None, None, [tiny().eos_token_id], [1, 2, 4, 5]])),
         "guidance": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
         "stop_at_eos": draw(st.booleans()),
         "seed": draw(st.integers(-1, 2)),

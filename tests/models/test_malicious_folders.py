@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import socket
 from collections.abc import Callable
@@ -40,6 +41,11 @@ def change(path: Path, name: str = "config.json", **values: Any) -> None:
     file = path / name
     old = json.loads(file.read_text()) if file.exists() else {}
     file.write_text(json.dumps(old | values))
+
+
+def fifo(path: Path, name: str) -> None:
+    (path / name).unlink()
+    os.mkfifo(path / name)
 
 
 def pickled(path: Path, name: str = "pytorch_model.bin") -> None:
@@ -103,6 +109,13 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "special tokens that are numbers": (
         lambda path: change(path, "tokenizer_config.json", mask_token=5, eos_token={"a": 1}, extra_special_tokens=7),
         "no usable tokenizer|cannot use",
+    ),
+    "a FIFO for a config": (lambda path: fifo(path, "config.json"), "config.json is not a file"),
+    "a FIFO for a tokenizer": (lambda path: fifo(path, "tokenizer.json"), "tokenizer.json is not a file"),
+    "a FIFO for the weights": (lambda path: fifo(path, SAFE), "model.safetensors is not a file"),
+    "an endless config": (
+        lambda path: ((path / "config.json").unlink(), (path / "config.json").symlink_to("/dev/zero"))[0],
+        "is not a file",
     ),
     "a generation config of wrong types": (lambda path: change(path, "generation_config.json", eos_token_id={"a": {}}), None),
     "weights that are a pickle": (lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))), "cannot load the weights"),

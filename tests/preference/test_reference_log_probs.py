@@ -13,7 +13,7 @@ from tests.training.tiny_runs import PREFERENCES, batch, make, tiny
 from unmask.errors import TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference import reference_log_probs
-from unmask.preference.reference_log_probs import REFERENCE_FILE, ReferenceTable, digests
+from unmask.preference.reference_log_probs import CONTENT, REFERENCE_FILE, ReferenceTable, digests
 from unmask.training import per_view_backward
 
 AGAIN = "the reference's log-probabilities are recomputed"
@@ -157,6 +157,23 @@ def test_a_file_that_cannot_be_read_is_an_error_or_recomputed(tmp_path, computed
     with pytest.warns(RuntimeWarning, match=f"cannot be read .*: {AGAIN}"):
         make("dpo", tmp_path, stale_reference="replace")
     assert len(computed) == 4
+
+
+def test_no_flipped_bit_of_the_file_changes_the_table(tmp_path):
+    table = ReferenceTable(torch.randn(1, 4, 2), torch.arange(4)[None])
+    table.write(tmp_path / REFERENCE_FILE, {"data": "a"})
+    whole, unnoticed = (tmp_path / REFERENCE_FILE).read_bytes(), 0
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        (tmp_path / REFERENCE_FILE).write_bytes(damaged)
+        try:
+            found = ReferenceTable.read(tmp_path / REFERENCE_FILE, {"data": "a"}, replace=False)
+        except TrainingError:
+            continue
+        assert found is not None and found.log_prob_EIS.equal(table.log_prob_EIS) and found.digest_EI.equal(table.digest_EI)
+        unnoticed += 1
+    assert unnoticed < len(CONTENT) < len(whole) / 30  # in the name of the hash
 
 
 def test_other_masks_than_those_of_the_table_are_an_error(tmp_path):

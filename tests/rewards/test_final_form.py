@@ -31,6 +31,8 @@ from unmask.rewards.symbolic import equivalent
         (r"2\pi + 18", r"18+2\pi"), ("11,111,111,100", r"11,\! 111,\! 111,\! 100"), (r"\frac{1}{x+1}", r"\frac{1}{1+x}"),
         (r"\frac{n(n+1)}{2}", r"\frac{n^2+n}{2}"), (r"\frac{n^2+n}{2}", r"\frac{n(n+1)}{2}"),
         ("1+4n(2n+1)", "4n(2n+1)+1"), (r"\frac{3}{2\pi}", r"\frac{3}{2 \pi}"), (r"\frac{2(x+1)}{3}", r"\frac{2x+2}{3}"), (r"-\frac{3}{4}x", r"-\frac{3x}{4}"),
+        (r"\frac{1}{x}y", r"\frac{y}{x}"), (r"20000\cdot\frac{1}{\pi}", r"\frac{20000}{\pi}"), ("-7y+5x+4+11z=0", "5x-7y+11z+4=0"), ("0=5x-7y+11z+4", "5x-7y+11z+4=0"), ("2x-y+3=0", "y=2x+3"), ("x-2y+6=0", r"y=\frac{x}{2}+3"),
+        (r"\sqrt[3]{4}", "4^{1/3}"), (r"\sqrt[4]{8}", "8^{1/4}"),
     ],
 )  # fmt: skip
 def test_results_in_other_forms_are_right(answer, reference):
@@ -52,7 +54,10 @@ def test_results_in_other_forms_are_right(answer, reference):
         (r"180^\circ-35^\circ", r"145^\circ"), (r"\lfloor 3.5\rfloor", "3"), ("i^2", "-1"), (r"\cos 0", "1"), ("x^{1+1}", "x^2"),
         ("(x^2)^3", "x^6"), (r"\frac{22+18a}{40}", r"\frac{11+9a}{20}"), (r"\frac{40000}{2\pi}", r"\frac{20000}{\pi}"), (r"\frac{12+18i}{2}", "6+9i"),
         (r"\frac{4}{2x+6}", r"\frac{2}{x+3}"), ("5(x+1)-7y+11z-1=0", "5x-7y+11z+4=0"), ("y=2(x+1)+1", "y=2x+3"), ("4n(2n+1)+1", "8n^2+4n+1"),
-        ("x-(1-x)", "2x-1"), (r"\cot(x+\pi)", r"\cot x"), (r"-(-12\pi)", r"12\pi"), (r"(-12)(-\pi)", r"12\pi"), ("p-q+0", "p-q"), ("p-q+0p", "p-q"),
+        ("x-(1-x)", "2x-1"), (r"\cot(x+\pi)", r"\cot x"), (r"-(-12\pi)", r"12\pi"), (r"(-12)(-\pi)", r"12\pi"), ("p-q+0", "p-q"), ("p-q+0p", "p-q"), ("p-q+0pq", "p-q"),
+        (r"(p-q)\cdot 1", "p-q"), ("p^1-q", "p-q"), ("p-1q", "p-q"), (r"\frac{p-q}{1}", "p-q"), ("p/1-q", "p-q"), (r"x^0y", "y"), (r"\sqrt[1]{x}", "x"), (r"\sqrt{1}x", "x"),
+        (r"3\sqrt{13}\cdot 1", r"3\sqrt{13}"), (r"\sqrt[4]{25}", r"\sqrt5"), (r"25^{1/4}", r"\sqrt5"), (r"\frac{kx}{x}", "k+0x"), (r"\frac{2k^2}{k}", "2k"), (r"\frac{\pi^2}{\pi}", r"\pi"), (r"\frac{\cot^2 x}{\cot x}", r"\cot x"),
+        ("10x-14y+22z+8=0", "5x-7y+11z+4=0"), ("-5x+7y-11z-4=0", "5x-7y+11z+4=0"), ("0=-5x+7y-11z-4", "5x-7y+11z+4=0"), (r"\frac{5}{2}x-\frac{7}{2}y+\frac{11}{2}z+2=0", "5x-7y+11z+4=0"), ("2y=4x+6", "y=2x+3"),
         (r"-\begin{pmatrix}2\\3\end{pmatrix}", r"\begin{pmatrix}-2\\-3\end{pmatrix}"), (r"\frac{1}{4}\begin{pmatrix}1\\3\end{pmatrix}", r"\begin{pmatrix}1/4\\3/4\end{pmatrix}"),
         (r"\begin{pmatrix}2\\0\end{pmatrix}+\begin{pmatrix}0\\3\end{pmatrix}", r"\begin{pmatrix}2\\3\end{pmatrix}"),
         (r"\begin{pmatrix}0&1\\-1&0\end{pmatrix}^2", r"\begin{pmatrix}-1&0\\0&-1\end{pmatrix}"),
@@ -78,6 +83,24 @@ def test_without_a_question_equal_is_enough():
 )  # fmt: skip
 def test_a_formula_of_the_question_is_no_answer(answer, question, solved):
     assert equivalent(answer, "p - q", question).solved == solved
+
+
+DRESSED = [
+    "-(q)+p", "(-q)+(p)", "-{q}+{p}", "-q++p", "[-q+p]", r"\{-q+p\}", r"\left(-q+p\right)", "+(-q)+p", "+(-1)q+p", r"-q+\mathrm{p}", r"-q\text{}+p",
+    r"-q+p\cdot{1}", "-q+p*1.0", "-q+p^{1}", "-q+1p", "--(-q)+p", "-q+p+0", "-q-(-p)", r"-1\cdot q+p", r"1.0(-q+p)", "-q+p.", r"\,-q+\!p", r"\mathbf{-q+p}",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", DRESSED)
+def test_a_formula_of_the_question_is_no_answer_in_other_clothes(answer):
+    assert not equivalent(answer, "p - q", "Simplify $-q + p$.").solved
+
+
+@pytest.mark.parametrize(
+    "answer", [r"\frac{3}{x}\cdot 1", r"1\cdot\frac{3}{x}", r"\frac{+3}{x}", r"\frac{03}{x}", r"\frac{3}{(x)}", r"\frac{3}{x}\cdot(1)"]
+)
+def test_nor_is_a_fraction_of_it(answer):
+    assert not equivalent(answer, r"3x^{-1}", r"Let $\frac{3}{x}$ be").solved
 
 
 def test_a_number_may_occur_in_the_question_in_the_notation_of_the_reference():

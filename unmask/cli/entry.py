@@ -30,6 +30,12 @@ from unmask.cli.compare import compare
 from unmask.cli.evaluate import evaluate
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
+PATH_ERRORS = {
+    errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
+    errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
+}
+"""What is said of errors of the system that a path of the user causes."""
+
 
 class Commands(TyperGroup):
     """Exits with one line and status 2 for an `UnmaskError`, with status 130 for Ctrl-C, and 75 for a run that
@@ -41,13 +47,15 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            if first_to_report() or not isinstance(error, LostProcessError):
+            first = first_to_report()
+            if first_to_report(str(error)) and (first or not isinstance(error, LostProcessError)):
                 typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG or ctx.obj:
+            if error.errno not in PATH_ERRORS or ctx.obj:
                 raise
-            typer.echo(f"error: {shown(str(error.filename)[:60])}...: the name of the file is too long. Check the path.", err=True)
+            path = str(error.filename)
+            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...')}: {PATH_ERRORS[error.errno]}.", err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():
@@ -285,6 +293,29 @@ def runs(
     for run in found:
         if run["command"]:
             typer.echo(run["command"])
+
+
+@app.command(epilog="Example: unmask report runs/sft runs/grpo sudoku.json --output report.html")
+def report(
+    sources: Annotated[list[Path], typer.Argument(metavar="RUN|RESULT...", help="Folders of runs, and result files of evaluate.")],
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(metavar="DIR", help="Also write each chart and heat map as PNG into this folder.")] = None,
+    title: Annotated[str, typer.Option(metavar="TEXT", help="The heading of the page.")] = "Unmask: runs and evaluations",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output files if they exist.")] = False,
+) -> None:
+    """Write one page of runs and evaluations: curves, scores, speed against quality, decoding order, answers."""
+    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+    if png:
+        check_output_folder(png, overwrite=overwrite)
+    from unmask.commands.report import report_of
+    from unmask.evaluation.report.page import write_page
+    from unmask.evaluation.report.pictures import write_pictures
+
+    content = report_of(sources, title)
+    write_page(content, output)
+    typer.echo(for_stdout(f"{output}: {', '.join(section.title for section in content.sections)}"))
+    if png:
+        typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
 
 
 @app.command()

@@ -26,11 +26,11 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
 
 
 class TrainingCommand(TyperCommand):
-    """`--resume` takes an optional path: the next argument, unless it is an option or a setting. If an unknown option is the name of a
-    setting, the error shows how to write it."""
+    """`--resume` takes an optional path: the next argument, unless it is an option, or a setting and no folder. If an unknown option is the
+    name of a setting, the error shows how to write it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        no_path = [after.startswith("-") or "=" in after for after in [*args[1:], "-"]]
+        no_path = [after.startswith("-") or ("=" in after and not Path(after).is_dir()) for after in [*args[1:], "-"]]
         args = ["--resume=" if arg == "--resume" and alone else arg for arg, alone in zip(args, no_path, strict=False)]
         try:
             return super().parse_args(ctx, list(args))

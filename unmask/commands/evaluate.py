@@ -26,6 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
+from unmask.training.durable.launchers import check_processes
 
 
 class Part(NamedTuple):
@@ -47,8 +48,7 @@ class Processes:
     def of_launcher(cls, device: str) -> Processes:
         """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
         found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        if found.count > 1:
-            PartialState(cpu=device == "cpu")
+        check_processes(PartialState(cpu=device == "cpu").num_processes if found.count > 1 else 1)
         return found
 
     def wait(self) -> None:
@@ -78,6 +78,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     lm = load(model.path, **model.load_arguments())
     for part in parts.values():
         check_evaluation(lm, part.task, part.rows, part.sampler)
+    judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
@@ -90,7 +91,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     seconds = {}
     for name, part in parts.items():
         part_start = time.perf_counter()
-        scores[name] = _scores(lm, evaluation, name, part, log)
+        scores[name] = _scores(lm, evaluation, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
         scores["likelihood"] = _likelihood(lm, evaluation, sampler.seed)
@@ -133,19 +134,23 @@ def _parts(evaluation: EvaluationConfig, sampler: SamplerConfig) -> dict[str, Pa
 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
-    check_metrics(task, evaluation.metric or [])
+    check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
     check_attempts(evaluation.attempts, evaluation.ks, sampler)
     count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
     problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
-def _scores(lm: DiffusionLM, evaluation: EvaluationConfig, name: str, part: Part, log: ItemLog | None) -> TaskScores:
-    task, attempts, ks = part.task, evaluation.attempts, evaluation.ks
-    result = evaluate_task(lm, task, part.rows, part.sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log, part=name)
+def _scores(
+    lm: DiffusionLM, evaluation: EvaluationConfig, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None
+) -> TaskScores:
+    task, metrics, sampler = part.task, evaluation.metric or [], part.sampler
+    counts: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks}
+    result = evaluate_task(lm, task, part.rows, sampler, metrics, **counts, log=log, part=name, judge=judge)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(evaluation.sources.get(task.name, "generated"))
-    scores = result.to_scores(data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
+    scores = result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
     return with_speed(scores) if evaluation.curve else scores
 
 

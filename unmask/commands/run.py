@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together
 from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of
-from unmask.commands.run_folder import RunFolder
+from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
@@ -36,7 +36,6 @@ from unmask.training.run_log import LOG_NAME
 from unmask.training.sharding import weight_sharding_setting
 
 DATA_REPORT = "data_report.json"
-TRAINED_MODEL = "model"
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:
@@ -89,7 +88,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         RunStopped: a signal has stopped the run.
     """
     output = Path(config.output_dir)
-    with naming_lost_process(output), StopOnSignal(output, resumes=resumes_in_place(output, resume)) as stop:
+    resumes = resumes_in_place(output, resume)
+    with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
         _run(verb, config, resume, stop)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,18 @@ from accelerate import PartialState
 from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
-from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
+from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
+from unmask.training.durable.checkpoint_files import UNFINISHED
 from unmask.training.resume.fingerprints import file_fingerprints
 from unmask.training.resume.record import RunRecord
 
-MANIFEST, CONFIG = "manifest.json", "config.yaml"
+MANIFEST, CONFIG, TRAINED_MODEL = "manifest.json", "config.yaml", "model"
+OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
+"""The folders that a run writes, replaces and removes."""
 ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
 """Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
 
@@ -56,8 +61,8 @@ class RunFolder:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends.
 
         Raises:
-            TrainingError: another run is here, or in a folder around it, or was here since the folder was checked; or there is none to
-                resume.
+            TrainingError: another run is here, or was here since the folder was checked, or this is a part of another; or there is no run
+                to resume.
             ConfigError: the settings would make another run than the one to resume.
         """
         if self.resume is True:
@@ -114,8 +119,11 @@ class RunFolder:
 
 
 def _refuse_inside(path: Path) -> None:
-    """Raise TrainingError for a folder inside that of another run, whose checkpoints and model it could be."""
-    for parent in path.resolve().parents:
-        if all((parent / name).is_file() for name in (MANIFEST, CONFIG)):
-            remedy = "Choose an output folder outside of it (--output)"
-            raise TrainingError(f"is inside the folder of another run, {parent}", where=str(path), remedy=remedy)
+    """Raise TrainingError for what another run writes, replaces and removes in its folder, and for folders inside of it. Other folders in
+    that of a run are left alone by it."""
+    place = path.resolve()
+    for own, run in pairwise([place, *place.parents]):
+        if OF_OTHER_RUN.fullmatch(own.name) and ((run / LOCK_FILE).is_file() or all((run / name).is_file() for name in (MANIFEST, CONFIG))):
+            remedy = f"Choose a folder beside it, such as {run / f'after-{own.name}'} (--output)"
+            what = f"is a part of the run in {run}, which writes, replaces and removes {own.name}"
+            raise TrainingError(what, where=str(path), remedy=remedy)

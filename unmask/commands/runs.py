@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from unmask.artifacts import MetricsLog
+from unmask.artifacts import MetricsLog, read_file
 from unmask.commands.run_folder import MANIFEST
 from unmask.errors import DataError, first_line
 from unmask.training.durable.lost_process import resume_command
@@ -39,7 +39,7 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def _describe(path: Path) -> dict[str, Any] | None:
     """A run by its manifest; None for a manifest of something else, or one that cannot be read."""
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = json.loads(read_file(path))
         verb = manifest["verb"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None

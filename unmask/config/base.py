@@ -12,7 +12,7 @@ import pydantic
 from pydantic import ConfigDict
 
 from unmask.errors import ConfigError, did_you_mean
-from unmask.redaction import masked
+from unmask.redaction import SECRET_KEY, masked, masked_argument
 
 
 class OnResume(StrEnum):
@@ -64,7 +64,8 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
-    return ConfigError(f"{masked(value, where)!r} is not valid", where=where, remedy=f"It should be {wanted}")
+    found = masked_argument(value) if isinstance(value, str) and not SECRET_KEY.search(where) else masked(value, where)
+    return ConfigError(f"{found!r} is not valid", where=where, remedy=f"It should be {wanted}")
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:

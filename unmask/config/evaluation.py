@@ -30,7 +30,9 @@ class EvaluationConfig(Config):
     rows: int = Field(default=200, ge=1)
     """Rows of a task, or documents of a file, at most."""
     metric: list[str] | None = None
-    """Also compare with the reference texts of the task `text`: rouge or bleu; repeatable."""
+    """Also measure the texts: entropy, distinct, self-bleu, perplexity, and of the task `text` rouge or bleu; repeatable."""
+    judge: str | None = None
+    """The causal model under which the metric perplexity is measured."""
     attempts: int = Field(default=1, ge=1)
     """Completions of each problem; more than one needs a temperature."""
     pass_at: list[str] | None = None
@@ -47,7 +49,7 @@ class EvaluationConfig(Config):
     def model_post_init(self, _: object) -> None:
         if bool(self.task) == (self.likelihood is not None):
             raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
-        if self.metric and self.likelihood:
+        if (self.metric or self.judge) and self.likelihood:
             raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
         if self.curve and self.likelihood:
             raise ConfigError("a likelihood has no sampler", where="--curve", remedy="Leave it out, or give --task")

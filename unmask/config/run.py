@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
+OF_RUN = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
+"""The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
 LOCK_FILE = ".lock"
 """The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
 
@@ -250,8 +252,12 @@ def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, R
 
 
 def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
-    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere."""
-    return resume is True or (resume is not False and Path(resume).resolve().is_relative_to(Path(output_dir).resolve()))
+    """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere, which may be of another run inside it."""
+    if isinstance(resume, bool):
+        return resume
+    path, output = Path(resume), Path(output_dir).resolve()
+    named = (path.resolve(), path.parent.resolve() / path.name)  # a checkpoint may be a link, and so may be what names it
+    return any(place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output)))) for place in named)
 
 
 def check_output_folder(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:

@@ -60,7 +60,11 @@ class SamplerConfig(Config):
     what `policy` orders by. 0: no noise."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
-    Dream, and not the model's own. Temperature 0 counts as 1 here."""
+    Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of `reveal_last` are left out."""
+    reveal_last: list[int] | None = Field(default=None, min_length=1)
+    """Token ids that are revealed last: in each block, a position that would show one of them waits until no other is hidden. Its
+    confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the end tokens, it keeps texts from ending early (LLaDA,
+    Nie et al. 2025)."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0, le=1e3)

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from unmask.errors import ConfigError
+from unmask.redaction import SECRET_KEY
 
 # Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a string and False.
 CORE_SCHEMA = {
@@ -31,13 +32,17 @@ UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # in no file name, and in no UTF-8
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (filled below, in PyYAML's own way)
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, is_secret: bool = False):
         super().__init__(text)
         self.depth = self.nodes = 0
         self.sizes: dict[int, int] = {}  # the values in each finished node, by its id
+        self.in_secret = is_secret  # whether what is read now is, or is within, the value of a secret key
+        self.secrets: set[int] = set()  # the ids of the nodes that are
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """As of PyYAML, which lets a few lines of aliases stand for any number of values."""
+        was_in_secret = self.in_secret
+        self.in_secret |= isinstance(index, yaml.ScalarNode) and SECRET_KEY.search(index.value) is not None
         is_alias, mark, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark, self.nodes
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -50,7 +55,15 @@ class _Loader(yaml.SafeLoader):
         if self.nodes > MAX_NODES:
             raise yaml.composer.ComposerError(None, None, f"more than {MAX_NODES:,} values, counting every alias in full", mark)
         self.sizes[id(node)] = self.nodes - before
+        self.secrets |= {id(node)} if self.in_secret else set()
+        self.in_secret = was_in_secret  # after an error it stays
         return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        was_in_secret, self.in_secret = self.in_secret, id(node) in self.secrets
+        value = super().construct_object(node, deep)
+        self.in_secret = was_in_secret
+        return value
 
     def construct_scalar(self, node: yaml.ScalarNode) -> Any:
         value = super().construct_scalar(node)
@@ -62,6 +75,7 @@ class _Loader(yaml.SafeLoader):
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        self.in_secret = id(node) in self.secrets  # PyYAML calls it outside of construct_object
         seen: set[str] = set()
         for key_node, _ in node.value:
             key = key_node.value
@@ -98,18 +112,24 @@ def parse_yaml(text: str, where: str) -> Any:
 
     Raises:
         ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names `where` (a file, a variable) and
-            the line.
+            the line. It quotes nothing of the value of a secret key.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"has more than {MAX_CHARACTERS:,} characters", where=where, remedy="Give a file of settings")
+    loader = None
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text, SECRET_KEY.search(where) is not None)
+        return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Fix the YAML there") from error
+        where, problem = f"{where}{line}", str(error.problem)
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Characters that YAML forbids, a number too large for Python, or a value that does not fit its tag.
-        raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Fix the YAML there") from error
+        problem = f"this is not YAML: {error}"
+    # Outside of the handlers, because the tracebacks of PyYAML's errors quote lines.
+    if loader and loader.in_secret:
+        raise ConfigError("the value of a secret is not YAML", where=where, remedy="Write it in single quotes")
+    raise ConfigError(problem, where=where, remedy="Fix the YAML there")
 
 
 def dump_yaml(value: Any) -> str:

@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
+from unmask.artifacts import read_file
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare
@@ -308,7 +309,7 @@ class ConvertTrainer:
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
                 raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
         if (config := checkpoint / CONFIG_NAME).is_file():
-            setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
+            setattr(self.lm.config, HISTORY_KEY, json.loads(read_file(config)).get(HISTORY_KEY, []))
         return number
 
     def _stage_folder(self, number: int) -> Path:
@@ -367,11 +368,11 @@ class ConvertTrainer:
         place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest)
-        if not (resume is True and trainer.restore()):
+        if not (restored := resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
                 trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
-            if self.eval_rows is not None:
-                trainer.evaluate()
+        if self.eval_rows is not None and (not restored or from_first(log.ends_with_summary)):
+            trainer.evaluate()
         self.log_history += [line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
         return trainer
 

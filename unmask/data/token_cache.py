@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from unmask.artifacts import write_atomic
+from unmask.artifacts import read_file, write_atomic
 from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.errors import ConfigError, DataError
@@ -164,7 +164,7 @@ def _read_cache(cache: Path) -> Dataset:
 
     remedy = f"Remove the folder {cache}; the next run creates it again."
     try:
-        manifest: Any = json.loads((cache / MANIFEST).read_text(encoding="utf-8"))
+        manifest: Any = json.loads(read_file(cache / MANIFEST))
         intact = manifest["sha256"] == _checksum(cache / ROWS)
     except OSError as error:
         raise DataError(f"the token cache is incomplete: {error.strerror}", where=error.filename, remedy=remedy) from error

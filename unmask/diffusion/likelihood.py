@@ -1,21 +1,38 @@
 """Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it is feasible.
 
-Shapes: B batch, M views, T tokens; N maskable tokens of G groups of at most L, S subsets of them.
+Shapes: B batch, M views, T tokens, P differences of pairs of views; N maskable tokens of G groups of at most L, S subsets of them.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from unmask.diffusion.log_probs import noise_groups, view_log_probs
-from unmask.diffusion.views import Draw, all_masked_views, elbo_views, exact_views, group_sizes, place_in_group
+from unmask.diffusion.log_probs import COPIES_AT_ONCE, noise_groups, view_log_probs
+from unmask.diffusion.views import Draw, Views, all_masked_views, columns, elbo_views, exact_views, group_sizes, place_in_group
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 
 MAX_EXACT_WIDTH = 12
+FROM_END = 2**31  # above the numbers that count from the beginning
+
+
+class Bound(NamedTuple):
+    """An estimate of a lower bound, in nats, and what its error is known from."""
+
+    value_B: Tensor
+    difference_BP: Tensor
+    """Differences of independent, identically distributed parts of the estimate; NaN if there are none. Their squares add up to an
+    unbiased estimate of its variance, and the products of those of two estimates with the same draw to one of their covariance."""
+
+    @property
+    def standard_error_B(self) -> Tensor:
+        """Over the random masks, in nats; NaN if it is not known."""
+        return self.difference_BP.square().sum(1).sqrt()
 
 
 def elbo(
@@ -27,10 +44,60 @@ def elbo(
     *,
     samples: int,
     chunk: int | None = None,
-) -> Tensor:
-    """An unbiased estimate [B], in nats, of the lower bound on log p(maskable tokens | the others), from `samples` views."""
-    views = elbo_views(noise_groups(lm, maskable_BT, attention_mask_BT), draw, num_views=samples)
-    return (views.weight_BMT * view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)).sum((1, 2))
+) -> Bound:
+    """An unbiased estimate of the lower bound on log p(maskable tokens | the others), from at most `samples` views.
+
+    The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an even number one view is left
+    out. Masks depend on the draw and on the positions from the first maskable token, not on what is before it: two rows with the same draw
+    and equally long groups have the same masks, and others as nearly as their lengths allow (`_common_numbers`).
+
+    Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and k: they are identically
+    distributed and independent, and the squares of their differences estimate the variance without bias. If P is odd, the pair in the
+    middle has no other, and counts as an average one; a single pair says nothing about the error.
+    """
+    samples -= samples > 2 and samples % 2 == 0
+    group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
+    relative_BT, number_BT = _common_numbers(group_BT)
+    views = elbo_views(relative_BT, draw, num_views=samples, number_BT=number_BT)
+    part_BM = (views.weight_BMT * _log_probs(lm, ids_BT, attention_mask_BT, views, chunk)).sum(2)
+    pairs = (samples - 1) // 2
+    part_BP = part_BM[:, 1 : 1 + pairs] + part_BM[:, 1 + pairs :]
+    half = pairs // 2
+    difference_BP = (part_BP[:, :half] - part_BP.flip(1)[:, :half]) * math.sqrt(pairs / max(2 * half, 1))
+    if half == 0:
+        known_B1 = (group_sizes(group_BT).amax(1, keepdim=True) == 1) & (samples > 1)  # the first view is the bound
+        difference_BP = torch.where(known_B1, 0.0, math.nan).to(part_BM)
+    return Bound(part_BM.sum(1), difference_BP)
+
+
+def _common_numbers(group_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The groups [B, T] counted from the first one of each row, and the numbers [B, T] that stand for positions in random draws: of the
+    first half of a group they count from its beginning, of the second half from its end. Two completions that differ in one word hide the
+    same tokens on both sides of it, however long it is, but between it and the middle."""
+    maskable_BT, column_BT, length = group_BT >= 0, columns(group_BT), group_BT.shape[1]
+    first_B1 = maskable_BT.long().argmax(1, keepdim=True)
+    relative_BT = torch.where(maskable_BT, group_BT - group_BT.gather(1, first_B1), -1)
+    place_BT, size_BT = place_in_group(group_BT), group_sizes(group_BT)
+    begin_BG = torch.full_like(group_BT, length).scatter_reduce(
+        1, group_BT.clamp_min(0), torch.where(maskable_BT, column_BT, length), "amin"
+    )
+    begin_BT = begin_BG.gather(1, group_BT.clamp_min(0)) - first_B1
+    number_BT = begin_BT + torch.where(2 * place_BT < size_BT, place_BT, size_BT - 1 - place_BT + FROM_END)
+    return relative_BT, torch.where(maskable_BT, number_BT, 0)
+
+
+def _log_probs(lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, chunk: int | None) -> Tensor:
+    """`view_log_probs` with the views of a block-causal model spread over rows: a row has room for few copies."""
+    count = views.count
+    if lm.attention != "block_causal" or count <= COPIES_AT_ONCE:
+        return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)
+    rows = -(-count // COPIES_AT_ONCE)
+    padding = (0, 0, 0, rows * COPIES_AT_ONCE - count)
+    planes = (F.pad(plane_BMT, padding) for plane_BMT in (views.hidden_BMT, views.target_BMT, views.weight_BMT))
+    spread = Views(*(plane_BMT.unflatten(1, (rows, COPIES_AT_ONCE)).flatten(0, 1) for plane_BMT in planes))
+    mask_BT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(rows, 0)
+    log_prob_RCT = view_log_probs(lm, ids_BT.repeat_interleave(rows, 0), mask_BT, spread, chunk=chunk)
+    return log_prob_RCT.unflatten(0, (len(ids_BT), rows)).flatten(1, 2)[:, :count]
 
 
 def exact_log_likelihood(
@@ -56,7 +123,7 @@ def _exact_row(
         remedy = f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens"
         raise GenerationError(f"an exact likelihood over {width} tokens needs 2**{width} passes", where="estimator='exact'", remedy=remedy)
     mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
-    log_prob_1MT = view_log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
+    log_prob_1MT = _log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk)
     return any_order(group_1T, log_prob_1MT.double())
 
 

@@ -133,11 +133,11 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
     return replace(views, weight_BMT=views.weight_BMT * near_BMT)
 
 
-def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int) -> Views:
-    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k."""
+def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
+    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k. `number_BT` as of `hide`."""
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = 1 + (stratified(draw, group_BT, num_views) * size_B1T).long()
-    return _weighted(hide(group_BT, draw, count_BMT), size_B1T / count_BMT / num_views)
+    return _weighted(hide(group_BT, draw, count_BMT, number_BT), size_B1T / count_BMT / num_views)
 
 
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
@@ -164,22 +164,22 @@ def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     return _weighted(hidden_BMT, (size_B1T + 1) / torch.cat([count_BMT, size_B1T - count_BMT], 1).clamp_min(1) / (2 * pairs))
 
 
-def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int) -> Views:
+def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 
     The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing random: its weight is 1/L.
     The rest, k ~ U{1..L-1}, is estimated by complementary pairs (k, L - k). If one view is left, it is drawn unpaired. A single view is
-    a plain exact-count view.
+    a plain exact-count view. `number_BT` as of `hide`.
     """
     if num_views == 1:
-        return exact_count_views(group_BT, draw, num_views=1)
+        return exact_count_views(group_BT, draw, num_views=1, number_BT=number_BT)
     valid_B1T = (group_BT >= 0)[:, None]
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = num_views - 1
     pairs = rest // 2
     uniform_BMT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
     count_BMT = 1 + (uniform_BMT * (size_B1T - 1)).long()
-    hidden_BMT = hide(group_BT, draw, count_BMT)
+    hidden_BMT = hide(group_BT, draw, count_BMT, number_BT)
     weight_BMT = (size_B1T - 1) / rest / count_BMT
     complement_BMT = (size_B1T - 1) / rest / (size_B1T - count_BMT[:, :pairs]).clamp_min(1)
     possible_B1T = valid_B1T & (size_B1T > 1)
@@ -212,9 +212,11 @@ def all_masked_views(
     return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
-def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor) -> Tensor:
-    """`count` random tokens of each group [B, M, T]."""
-    rank_BMT = _ranks(group_BT, draw.uniform(columns(group_BT), count_BMT.shape[1], Stream.MASK))
+def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor, number_BT: Tensor | None = None) -> Tensor:
+    """`count` random tokens of each group [B, M, T]. Random numbers belong to the numbers of tokens, which differ within a row; None: to
+    their positions."""
+    number_BT = columns(group_BT) if number_BT is None else number_BT
+    rank_BMT = _ranks(group_BT, draw.uniform(number_BT, count_BMT.shape[1], Stream.MASK))
     return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
 
 

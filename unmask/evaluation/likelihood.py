@@ -1,48 +1,103 @@
-"""Log-likelihoods of texts under any DiffusionLM."""
+"""Log-likelihoods of texts under any DiffusionLM.
+
+Every pair of a prompt and a completion is computed in passes of its own, whose shapes depend on nothing else, and with masks that depend on
+nothing else: its log-likelihood has the same bits in any list, batch or process.
+
+Shapes: B pairs, P differences of pairs of views, T tokens of one pair, V vocabulary, N its completion tokens.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from unmask.data.encoding import encode_completion, encode_prompt
-from unmask.data.rows import Column, pad_rows
+from unmask.data.rows import Column
 from unmask.data.sources import load_rows
-from unmask.diffusion.likelihood import elbo, exact_log_likelihood
+from unmask.diffusion.likelihood import Bound, elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.evaluation.statistics import student_quantile
 from unmask.generation.requests import check_ids
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.model_state import evaluating
 
-ROWS_PER_PASS = 128
+Estimator = Literal["elbo", "exact"]
+ROWS_PER_PASS, TOKENS_PER_PASS = 128, 32_768
+"""Noised rows of a forward pass at most: a function of the row's length alone."""
+EXACT_BLOCK = 4
+"""The largest attention block over whose orders `default_estimator` sums."""
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class LogLikelihoods:
+    """Log-likelihoods of completions, or estimates of their lower bounds."""
+
+    values: Tensor
+    """[B], in nats, on the CPU."""
+    differences: list[Tensor]
+    """Of each pair [P]: `Bound.difference_BP`; empty where the value is exact."""
+
+    @property
+    def standard_errors(self) -> Tensor:
+        """[B], in nats: of the estimates, over the random masks; 0 where a value is exact, NaN where the views are too few to tell."""
+        return torch.stack([difference_P.square().sum().sqrt() for difference_P in self.differences]) if self.differences else self.values
+
+    def half_widths(self, confidence: float = 0.95) -> Tensor:
+        """[B], in nats: of the intervals around the values, by Student's t with a degree of freedom for each difference."""
+        factors = [student_quantile(0.5 + confidence / 2, len(difference_P)) for difference_P in self.differences]
+        return torch.tensor(
+            [0.0 if error == 0 else error * factor for error, factor in zip(self.standard_errors.tolist(), factors, strict=True)]
+        )
+
+
+def default_estimator(lm: DiffusionLM) -> Estimator:
+    """exact for a causal model, and over the orders of blocks of at most 4 tokens; else elbo."""
+    return "exact" if lm.autoregressive or (lm.block_size or EXACT_BLOCK + 1) <= EXACT_BLOCK else "elbo"
+
+
 def log_likelihood(
     lm: DiffusionLM,
     prompts: Sequence[Any],
     completions: Sequence[str | Sequence[int]],
-    estimator: Literal["elbo", "exact"] = "elbo",
+    estimator: Estimator | None = None,
     samples: int = 32,
     seed: int = 0,
 ) -> Tensor:
-    """log p(completion | prompt) of each pair, in nats.
+    """log p(completion | prompt) of each pair, in nats: the values of `log_likelihoods`, [B] on the CPU."""
+    return log_likelihoods(lm, prompts, completions, estimator, samples, seed).values
+
+
+@torch.no_grad()
+def log_likelihoods(
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    completions: Sequence[str | Sequence[int]],
+    estimator: Estimator | None = None,
+    samples: int = 32,
+    seed: int = 0,
+    keys: Sequence[int] | None = None,
+) -> LogLikelihoods:
+    """log p(completion | prompt) of each pair, with the standard error of each estimate.
 
     Args:
         prompts: strings, chat messages or lists of token ids.
         completions: strings or lists of token ids; no EOS is added.
         estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs); "exact": one pass for a
-            causal model, otherwise any-order dynamic programming for at most 12 tokens (or blocks of at most 12).
-        samples: noised views per pair (elbo).
-        seed: of the masks; they depend only on the seed and the pair.
+            causal model, otherwise any-order dynamic programming for at most 12 tokens (or blocks of at most 12); None: of
+            `default_estimator`.
+        samples: noised views per pair at most (elbo).
+        seed: of the masks.
+        keys: of the masks, one per pair; None: a hash of each prompt. Masks depend only on the seed, the key, and the position from the
+            beginning of the completion. So completions of one prompt have common masks, and their difference is known better than each.
 
     Returns:
-        [B] on the CPU; 0 for an empty completion.
+        0 for an empty completion.
 
     Raises:
         ConfigError: an unknown estimator, or fewer than one sample.
@@ -50,11 +105,12 @@ def log_likelihood(
             token id is outside the vocabulary, or an exact likelihood would need groups of more than 12 tokens.
         DataError: a prompt or completion cannot be encoded.
     """
+    estimator = estimator or default_estimator(lm)
     if estimator not in ("elbo", "exact") or samples < 1:
         what, remedy = f"estimator {estimator!r} with {samples} samples", "Use elbo or exact, and samples >= 1"
         raise ConfigError(what, where="log_likelihood", remedy=remedy)
-    if len(prompts) != len(completions):
-        what = f"{len(prompts)} prompts and {len(completions)} completions"
+    if len({len(prompts), len(completions), len(prompts if keys is None else keys)}) > 1:
+        what = f"{len(prompts)} prompts and {len(completions)} completions" + ("" if keys is None else f" with {len(keys)} keys")
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
     pairs = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -62,46 +118,51 @@ def log_likelihood(
         ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
         check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
         _check_length(lm, index, len(prompt_ids), len(ids))
-        pairs.append((prompt_ids, ids))
-    by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index])))
-    log_prob_B = torch.zeros(len(pairs), dtype=torch.float64)
-    batch_size = max(1, ROWS_PER_PASS // samples)
+        pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))
     with evaluating(lm):
-        for start in range(0, len(pairs), batch_size):
-            batch = by_length[start : start + batch_size]
-            log_prob_B[batch] = _log_probs(lm, [pairs[index] for index in batch], estimator, samples, seed).double().cpu()
-    return log_prob_B.to(lm.log_prob_dtype)
+        found = [_of_pair(lm, prompt_ids, ids, estimator, samples, Draw(seed, torch.tensor([key]))) for prompt_ids, ids, key in pairs]
+    values_B = torch.tensor([float(bound.value_B) for bound in found], dtype=lm.log_prob_dtype)
+    return LogLikelihoods(values_B, [bound.difference_BP[0].cpu() for bound in found])
 
 
-def likelihood_of_file(
-    lm: DiffusionLM, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
-) -> dict[str, Any]:
+def likelihood_of_file(lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> dict[str, Any]:
     """The result of `unmask evaluate --likelihood` on a file's first documents: the negative log-likelihood of each document's tokens after
-    the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO. Raises DataError if no
-    document has two tokens."""
+    the first, up to the model's context. Without an estimator: that of `default_estimator`. Raises DataError if no document has two
+    tokens."""
     texts = list(Column(load_rows(path, max_rows=rows), "text", path))
     documents = [ids[: lm.context_length] for ids in (encode_prompt(lm.tokenizer, text) for text in texts) if len(ids) > 1]
     if not documents:
         raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-    estimator = estimator or ("exact" if lm.autoregressive else "elbo")
+    estimator = estimator or default_estimator(lm)
     log_probs = log_likelihood(lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator, samples, seed)
     tokens = sum(len(ids) - 1 for ids in documents)
     return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
-def _log_probs(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:
-    ids_BT = pad_rows([p + c for p, c in pairs], lm.pad_token_id).long().to(lm.device)
-    maskable_BT = pad_rows([[False] * len(p) + [True] * len(c) for p, c in pairs], False).bool().to(lm.device)
-    real_BT = pad_rows([[1] * (len(p) + len(c)) for p, c in pairs], 0).long().to(lm.device)
-    mask_BT = None if real_BT.all() else real_BT
+def _of_pair(lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Estimator, samples: int, draw: Draw) -> Bound:
+    certain_BP = torch.zeros(1, 0, dtype=lm.log_prob_dtype)
+    if not ids:
+        return Bound(certain_BP.sum(1), certain_BP)
+    ids_1T = torch.tensor([[*prompt, *ids]], device=lm.device)
+    if lm.autoregressive:
+        log_prob_N = lm.log_probs(causal_inputs(lm, ids_1T, len(ids)), ids_1T[0, len(prompt) :])
+        return Bound(log_prob_N.double().sum()[None], certain_BP)
+    maskable_1T = torch.arange(ids_1T.shape[1], device=lm.device)[None] >= len(prompt)
+    chunk = max(1, min(ROWS_PER_PASS, TOKENS_PER_PASS // ids_1T.shape[1]))
     if estimator == "exact":
-        return exact_log_likelihood(lm, ids_BT, mask_BT, maskable_BT, chunk=ROWS_PER_PASS)
-    key_B = torch.tensor([sequence_key([*p, -1, *c]) for p, c in pairs], device=lm.device)
-    return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
+        return Bound(exact_log_likelihood(lm, ids_1T, None, maskable_1T, chunk=chunk), certain_BP)
+    return elbo(lm, ids_1T, None, maskable_1T, replace(draw, key_B=draw.key_B.to(lm.device)), samples=samples, chunk=chunk)
+
+
+def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
+    """The inputs of a pass of a causal model that predicts the last `count` tokens. The last one is not read: a row may be one longer than
+    the context."""
+    length = ids_1T.shape[1]
+    return replace(lm.noised_inputs(ids_1T[:, :-1]), index_N=torch.arange(length - 1 - count, length - 1, device=ids_1T.device))
 
 
 def _check_length(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:
-    if lm.context_length is not None and prompt + completion > lm.context_length:
+    if lm.context_length is not None and prompt + completion > lm.context_length + lm.autoregressive:
         what = f"{prompt} prompt and {completion} completion tokens exceed the context of {lm.context_length}"
         raise GenerationError(what, where=f"pair {index}", remedy="Shorten the prompt or the completion")
     if lm.logit_shift and prompt == 0 and completion:

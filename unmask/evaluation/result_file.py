@@ -12,7 +12,7 @@ from typing import Any, Literal
 import pydantic
 from pydantic import ConfigDict
 
-from unmask.artifacts import write_atomic
+from unmask.artifacts import read_file, write_atomic
 from unmask.errors import DataError
 
 FORMAT: Literal[1] = 1
@@ -112,7 +112,7 @@ def read_result(path: str | Path) -> EvaluationResult:
     """Read a result file. Raises a DataError if it is missing, cut, of another format, or no result."""
     remedy = "Give a file that `unmask evaluate --output FILE` wrote."
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

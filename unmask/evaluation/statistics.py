@@ -39,6 +39,18 @@ class Interval:
         return format(self)
 
 
+def student_quantile(probability: float, degrees: int) -> float:
+    """The quantile of Student's t, for 3 degrees of freedom or more to 1% at 95%; infinite for none.
+
+    Source: M. Abramowitz, I. A. Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
+    """
+    if degrees < 1:
+        return math.inf
+    z = NormalDist().inv_cdf(probability)
+    terms = ((z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384)
+    return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
+
+
 def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and differ at 0% and 100% too. Raises DataError unless
     0 <= successes <= total, and total > 0.

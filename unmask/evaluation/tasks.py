@@ -16,15 +16,14 @@ from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
-from unmask.evaluation.overlap import check_overlap, overlap
 from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
+from unmask.evaluation.text_metrics import LOWER_IS_BETTER, GeneratedTexts, TextScores, check_text_metrics, text_metrics
 from unmask.generation.output import Generation
 from unmask.generation.requests import encode_all, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
-from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
 
@@ -40,7 +39,7 @@ class TaskResult:
 
     task: str
     items: list[Item]  # in the order of the rows
-    overlap: dict[str, Interval] = field(default_factory=dict)  # ROUGE and BLEU against the reference texts, if requested
+    of_texts: TextScores = field(default_factory=TextScores)  # overlap with reference texts, diversity, perplexity, if requested
     protocol: dict[str, Any] = field(default_factory=dict)  # what the completions depend on beside the model
     knows_split: bool = False  # whether the model was trained on the training split of this task, so that the rest is unseen
 
@@ -76,7 +75,7 @@ class TaskResult:
     @cached_property
     def metrics(self) -> dict[str, Interval]:
         """Means with 95% intervals: over all rows; over those whose solution is not in the training split, if the model was trained on
-        that ("unseen"); and `overlap`."""
+        that ("unseen"); and `of_texts`."""
         names = self.scored[0].scores if self.scored else ()
         rows = {name: [item.scores[name] for item in self.scored] for name in names}
         means = {name: mean_interval(values, self.groups) for name, values in rows.items()}
@@ -84,7 +83,7 @@ class TaskResult:
         if 0 < (count := sum(unseen)) < len(unseen):
             groups = list(compress(self.groups, unseen))
             means |= {f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups) for name, values in rows.items()}
-        return means | self.overlap
+        return means | self.of_texts.values
 
     def gain_over(self, before: TaskResult) -> Interval:
         """The paired difference of the solved fraction from an earlier result on the same rows."""
@@ -93,14 +92,15 @@ class TaskResult:
 
     def to_scores(self, **chosen: Any) -> TaskScores:
         """The part of a result file; `chosen`: what its protocol says besides."""
-        metrics = {name: as_metric(interval) for name, interval in self.metrics.items()}
+        metrics = {name: as_metric(name, interval) for name, interval in self.metrics.items()}
+        chosen |= {"judged": self.of_texts.judged} if self.of_texts.judged else {}
         return TaskScores(task=self.task, protocol=chosen | self.protocol, metrics=metrics, statuses=self.statuses, items=self.items)
 
 
-def as_metric(interval: Interval) -> Metric:
+def as_metric(name: str, interval: Interval) -> Metric:
     """An interval in a result file."""
     low, high = (bound if math.isfinite(bound) else None for bound in (interval.low, interval.high))
-    return Metric(mean=interval.mean, low=low, high=high)
+    return Metric(mean=interval.mean, low=low, high=high, higher_is_better=name not in LOWER_IS_BETTER)
 
 
 def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
@@ -123,12 +123,9 @@ def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, An
     make_requests(lm, [row["prompt"] for row in rows], sampler_for(task, rows, sampler))
 
 
-def check_metrics(task: Task, metrics: Sequence[str]) -> None:
-    """Raise a ConfigError if the task has no reference texts, or a metric is unknown or its library missing."""
-    if metrics and task.reference is None:
-        what, remedy = f"{task.name} has no reference texts to compare with", "Leave it out, or evaluate on --task text"
-        raise ConfigError(what, where=f"metric {metrics[0]}", remedy=remedy)
-    check_overlap(metrics)
+def check_metrics(task: Task, metrics: Sequence[str], *, has_judge: bool) -> None:
+    """Raise the errors of `check_text_metrics` for this task."""
+    check_text_metrics(metrics, task.name, has_reference=task.reference is not None, has_judge=has_judge)
 
 
 def check_attempts(attempts: int, pass_at: Sequence[int], sampler: SamplerConfig) -> None:
@@ -151,6 +148,7 @@ def evaluate_task(
     pass_at: Sequence[int] = (),
     log: ItemLog | None = None,
     part: str | None = None,
+    judge: DiffusionLM | None = None,
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
@@ -158,21 +156,51 @@ def evaluate_task(
     be verified are counted by status and left out of the metrics.
 
     Args:
-        metrics: "rouge" and "bleu", for tasks with reference texts. If an answer is in tags, only the answer is compared.
+        metrics: of the texts, by their names in `text_metrics.METRICS`.
+        judge: a causal model, for the metric "perplexity".
         attempts: completions per row; "solved" and "value" are means over them.
         pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
         log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
         part: the name under which the log keeps them; None: that of the task.
 
     Raises:
-        ConfigError: as `check_metrics` and `check_attempts`.
+        ConfigError: as `check_text_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
-    sampler, name_in_log = sampler_for(task, rows, sampler), part or task.name
-    check_metrics(task, metrics)
+    sampler = sampler_for(task, rows, sampler)
+    check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
+    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name)
+    verified = [number for number, item in enumerate(items) if item.scores]
+    if not verified:
+        why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
+        raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
+    pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
+    written = GeneratedTexts(
+        texts=[text for text, _ in pairs],
+        prompts=[row["prompt"] for _, row in pairs],
+        references=[row[task.reference] for _, row in pairs] if task.reference else None,
+        groups=[row["group"] for _, row in pairs],
+        tokenizer=lm.tokenizer,
+        judge=judge,
+    )
+    of_texts = text_metrics(metrics, written) if metrics else TextScores()
+    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+
+
+def _items(
+    lm: DiffusionLM,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    sampler: SamplerConfig,
+    attempts: int,
+    pass_at: Sequence[int],
+    log: ItemLog | None,
+    part: str,
+) -> list[Item]:
+    """The items of all rows; those that the log does not have are computed, by this process or another one."""
     ids = item_ids(rows)
-    found = {} if log is None else log.finished(name_in_log)
+    found = {} if log is None else log.finished(part)
     asked = [n for n, name in enumerate(ids) if name not in found]
     keys = _keys(lm, rows, ids)
     at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
@@ -183,21 +211,11 @@ def evaluate_task(
         own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
         items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
         if log is not None:
-            log.add(name_in_log, items)
+            log.add(part, items)
         found |= {item.id: item for item in items}
     if log is not None:
-        found = log.gather(name_in_log)
-    items = [found[name] for name in ids]
-    verified = [number for number, item in enumerate(items) if item.scores]
-    if not verified:
-        why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
-        raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    similarity: dict[str, Interval] = {}
-    if metrics and task.reference is not None:
-        pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
-        references, groups = [row[task.reference] for _, row in pairs], [row["group"] for _, row in pairs]
-        similarity = overlap(metrics, [answer_of(text) or text for text, _ in pairs], references, groups)
-    return TaskResult(task.name, items, similarity, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+        found = log.gather(part)
+    return [found[name] for name in ids]
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,6 +1,7 @@
 """Pure functions of logits: which token to reveal at each position, and with which priority.
 
-Shapes: N hidden positions (rows of logits), V vocabulary, G groups of it, K entries of a group, B sequences, W positions of the block.
+Shapes: N hidden positions (rows of logits), V vocabulary, G groups of it, K entries of a group, L tokens that are revealed last, B
+sequences, W positions of the block.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Ten
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
+    if config.reveal_last:
+        last_L = torch.tensor(config.reveal_last, device=logits_NV.device)
+        weight_NV = weight_NV.index_fill(1, last_L, 0.0)
     match config.policy:
         case "random":
             priority_N = uniforms[Stream.ORDER]
@@ -94,6 +98,8 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Ten
     if config.order_temperature > 0:
         confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = confidence_N / config.order_temperature - (-(uniforms[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
+    if config.reveal_last:
+        priority_N = priority_N.masked_fill(torch.isin(token_N, last_L), -torch.inf)
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 

@@ -110,6 +110,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
+    check_ids(lm, config.reveal_last or [], "reveal_last")
     impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
     if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
         raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")

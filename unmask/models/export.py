@@ -10,7 +10,7 @@ import warnings
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.artifacts import share
+from unmask.artifacts import read_file, share
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
@@ -84,7 +84,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> 
     """Write a tokenizer with a config that transformers 4, which engines still use, reads too."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = json.loads(read_file(file))
     if settings["tokenizer_class"] == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
@@ -107,7 +107,7 @@ def _check_stock(lm: DiffusionLM) -> None:
 
 def _name_rotary_base(file: pathlib.Path) -> None:
     """Add the rotary embedding's base by its name in transformers 4, which would use the default otherwise."""
-    settings = json.loads(file.read_text(encoding="utf-8"))
+    settings = json.loads(read_file(file))
     rotary = settings.get("rope_parameters") or {}
     if "rope_theta" in rotary and "rope_theta" not in settings:
         settings["rope_theta"] = rotary["rope_theta"]

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCardData, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
 from transformers import PreTrainedTokenizerBase
 
-from unmask.artifacts import write_atomic
+from unmask.artifacts import read_file, write_atomic
 from unmask.config.run import AttentionName
 
 HISTORY_KEY = "unmask_history"
@@ -49,7 +49,7 @@ class DescribedModel(Protocol):
 def write_card(lm: DescribedModel, folder: str | pathlib.Path) -> None:
     """Write the card of a model saved in `folder`, unless a README.md there was written by somebody else."""
     path = pathlib.Path(folder) / FILE
-    if not path.exists() or MARKER in path.read_text(encoding="utf-8"):
+    if not path.exists() or MARKER in read_file(path):
         write_atomic(path, render_card(lm))
 
 

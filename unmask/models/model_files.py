@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
+from unmask.artifacts import irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.diffusion_lm import SETTINGS_KEY
 from unmask.models.family import Family
@@ -46,6 +47,7 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
         remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     with reading("cannot load a model config", where, "Give a model folder or a hub id"):
+        _refuse_irregular(folder)
         published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
         if not isinstance(published, dict):
             raise ValueError("config.json is not a JSON object")
@@ -72,6 +74,7 @@ def read_tokenizer(
     whether special tokens that texts spell are tokens."""
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     with reading("no usable tokenizer", where, remedy):
+        _refuse_irregular(pathlib.Path(where))
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
@@ -79,6 +82,12 @@ def read_tokenizer(
             name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
     tokenizer.parse_special_tokens = parse_special_tokens
     return tokenizer
+
+
+def _refuse_irregular(folder: pathlib.Path) -> None:
+    """Raise ValueError for a FIFO or a device in a folder: to read it would hang."""
+    if folder.is_dir() and (name := irregular_file(folder)):
+        raise ValueError(f"{name} is not a file")
 
 
 def refuse_pickled(where: str, revision: str | None = None) -> None:
@@ -106,4 +115,4 @@ def weight_files(where: str, revision: str | None = None) -> list[str]:
         index = cached_file(where, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
         if index is None:
             return [SAFE_WEIGHTS_NAME]
-        return sorted({str(name) for name in json.loads(pathlib.Path(index).read_text(encoding="utf-8"))["weight_map"].values()})
+        return sorted({str(name) for name in json.loads(read_file(index))["weight_map"].values()})

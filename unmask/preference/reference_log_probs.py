@@ -30,6 +30,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
+CONTENT = "content"
+"""The name of the table's own hash among those of the file."""
 PART = 64
 """Batches of each process that are computed before the processes exchange them."""
 SAVE_SECONDS = 60.0
@@ -68,17 +70,18 @@ class ReferenceTable:
         """The table in a file, or None if there is none to be used: the file is missing, or is stale and `replace` is set.
 
         Raises:
-            TrainingError: the file has other hashes or cannot be read, and `replace` is not set.
+            TrainingError: the file has other hashes, is damaged or cannot be read, and `replace` is not set.
         """
         if not path.exists():
             return None
         try:
             with safe_open(path, "pt") as file:
-                stored = file.metadata() or {}
-                stale = [name for name in hashes if stored.get(name) != hashes[name]]
-                if not stale:
-                    return cls(file.get_tensor("scores"), file.get_tensor("digests"))
-            what = f"holds log-probabilities of another {' and another '.join(stale)}"
+                stored, table = file.metadata() or {}, cls(file.get_tensor("scores"), file.get_tensor("digests"))
+            stale = [name for name in hashes if stored.get(name) != hashes[name]]
+            damaged = stored.get(CONTENT) not in (None, table.content_hash())  # earlier versions stored none
+            if not stale and not damaged:
+                return table
+            what = f"holds log-probabilities of another {' and another '.join(stale)}" if stale else "is damaged"
         except SafetensorError as error:
             what = f"cannot be read ({error})"
         if not replace:
@@ -152,6 +155,13 @@ class ReferenceTable:
             of_all: Any = accelerator.reduce(found_B.to(accelerator.device), "sum")
             table_EI[plan, ids] = of_all.cpu()
 
+    def content_hash(self) -> str:
+        """A hash of the whole table."""
+        digest = hashlib.sha256()
+        for each in (self.log_prob_EIS, self.digest_EI):
+            digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
     @classmethod
     def empty(cls, count: int, num_responses: int, dtype: torch.dtype) -> ReferenceTable:
         """A table of `count` sample ids that holds nothing: no view plan."""
@@ -161,7 +171,8 @@ class ReferenceTable:
         """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
-        save_file({"scores": self.log_prob_EIS, "digests": self.digest_EI}, unfinished, metadata=dict(hashes))
+        metadata = {**hashes, CONTENT: self.content_hash()}
+        save_file({"scores": self.log_prob_EIS, "digests": self.digest_EI}, unfinished, metadata=metadata)
         unfinished.chmod(default_mode())
         unfinished.replace(path)
 

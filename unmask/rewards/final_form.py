@@ -21,6 +21,20 @@ KINDS = {
 FUNCTION = re.compile(r"\\(?:binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|div)(?![a-zA-Z])")
 
 
+ONE = r"1(?:\.0*)?(?![0-9.])"
+NO_OPS = [
+    (re.compile(r"(^|[=(\[{,]|\\cdot|\\times|\\frac) ?\+ ?|- ?-"), r"\1"),
+    (re.compile(r"\+ ?(?=[+-])|(?<=-) ?\+ ?"), ""),
+    (re.compile(rf"{TEXT.pattern}|\\?[{{}}]|[\[\]]"), r"\1"),
+    (re.compile(r"\(([^()+=<>,-]*)\)"), r"\1"),
+    (re.compile(r"(?:^|\+) ?\( ?(-[^()+-]*)\)|(?<![0-9.])0+(?=[0-9])"), r"\1"),
+    (re.compile(rf"(?:\\(?:cdot|times|div)|[*/]) ?{ONE}|(?<![0-9.]){ONE} ?(?:\\cdot|\\times|\*)|[+-] ?0(?![0-9.])|\^{ONE}"), ""),
+    (re.compile(rf"(?<![0-9.]){ONE} ?(?=[a-zA-Z\\(])"), ""),
+    (re.compile(r"(?<![0-9]) ?(?:\\cdot|\\times|\*)(?![a-zA-Z])|(?:\\cdot|\\times|\*) ?(?![0-9a-zA-Z])"), ""),
+]
+"""What changes the text of a formula, but not the formula: products and quotients with 1, sums with 0, and brackets around no sum."""
+
+
 def is_final(answer: str, reference: str, question: str) -> bool:
     """Whether an answer may be the result of a problem. All three are in the spelling of `spelling.plain`.
 
@@ -32,8 +46,15 @@ def is_final(answer: str, reference: str, question: str) -> bool:
         lowest_terms(answer)
         and not set(FUNCTION.findall(answer)) - set(FUNCTION.findall(reference))
         and (wanted is None or kind is not None)
-        and ((kind is not None and kind == wanted) or not occurs(answer, question))
+        and ((kind is not None and kind == wanted) or not (occurs(answer, question) or occurs(unadorned(answer), unadorned(question))))
     )
+
+
+def unadorned(text: str) -> str:
+    """The text without `NO_OPS`, to find it in another text without them."""
+    for pattern, instead in NO_OPS:
+        text = pattern.sub(instead, text)
+    return text.strip()
 
 
 def lowest_terms(text: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sympy
@@ -31,6 +32,9 @@ def work_left(formula: Formula) -> Counter[str]:
             left["sums of products of sums"] += sum(any(map(_is_sum, _factors(term))) for term in part.args)
         elif isinstance(part, sympy.Mul):
             left += _of_product(_factors(part))
+            left["factors of one or zero"] += _is_padded(part.args)
+        elif isinstance(part, sympy.core.relational.Relational):
+            left += _of_relation(part)
         elif isinstance(part, sympy.Pow):
             left += _of_power(*part.args)
         elif isinstance(part, sympy.Function):
@@ -51,17 +55,42 @@ def _of_product(factors: list[Formula]) -> Counter[str]:
         {
             "products of numbers": int(len(over) > 1 or len(under) > 1 or common > 1 or signs > 1),
             "products of powers": _repeats("root" if _is_root(factor) else factor.as_base_exp()[0] for factor in others),
+            "what cancels": len({factor.as_base_exp()[0] for factor in others} & {factor.as_base_exp()[0] for factor in inverses}),
             "products of sums": int(len(sums) > 1),
         }
     )
 
 
+def _of_relation(relation: Formula) -> Counter[str]:
+    """What a relation of sums has beside one of coprime integers."""
+    sides = relation.args if relation.lhs else reversed(relation.args)
+    terms = sympy.expand(operator.sub(*sides)).as_ordered_terms()
+    numbers = [term.as_coeff_Mul()[0] for term in terms]
+    if not all(number.is_Rational for number in numbers):
+        return Counter()
+    against_zero = relation.is_Equality and 0 in (relation.lhs, relation.rhs)
+    return Counter(
+        {
+            "common divisors of a relation": int(math.gcd(*(number.p for number in numbers)) > 1),
+            "fractions in a relation": int(any(number.q > 1 for number in numbers)),
+            "first terms below zero": int(against_zero and numbers[0].p < 0),
+        }
+    )
+
+
+def _is_padded(factors: Sequence[Formula]) -> bool:
+    """Whether a product has a factor 0, or a factor 1 that is no numerator."""
+    return 0 in factors or factors.count(sympy.S.One) > sum(map(_is_inverse, factors))
+
+
 def _of_power(base: Formula, exponent: Formula) -> Counter[str]:
     if _is_root(sympy.Pow(base, exponent, evaluate=False)):
-        powerless = base.is_Integer and base > 0 and all(times < exponent.q for times in sympy.factorint(base).values())
+        times = list(sympy.factorint(base).values()) if base.is_Integer and base > 1 else [exponent.q]
+        powerless = max(times) < exponent.q and math.gcd(exponent.q, *times) == 1
         return Counter() if powerless and exponent.p == 1 else Counter(["roots"])
     inverse, whole = bool(exponent.could_extract_minus_sign()), bool(exponent.is_Integer)
     kinds = {
+        "powers of one or zero": exponent in (0, 1) or base == 1,
         "powers of numbers": whole and base.is_Number and not (base.is_Integer and exponent == -1),
         "products of sums": whole and not inverse and isinstance(base, sympy.Add),
         "powers of powers": whole and exponent != -1 and isinstance(base, sympy.Pow | sympy.Mul),

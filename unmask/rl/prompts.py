@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from unmask.artifacts import write_atomic
+from unmask.artifacts import read_file, write_atomic
 from unmask.data.encoding import encode_prompt
 from unmask.data.rows import Column, prepending_place
 from unmask.diffusion.rng import Stream, sequence_key, uniform
@@ -177,7 +177,7 @@ class PromptHistory:
         Raises:
             ValueError: it has prompts that the dataset lacks, and a target needs them.
         """
-        seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / HISTORY_FILE).read_text())}
+        seen = {prompt: (number, mean) for prompt, number, mean in json.loads(read_file(folder / HISTORY_FILE))}
         if self.target is not None and (last := max(seen, default=0)) >= self.count:
             raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the dataset has {self.count}")
         self.seen = seen

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,21 +23,42 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from unmask.config.run import LOCK_FILE
+from unmask.artifacts import read_file
+from unmask.config.run import LOCK_FILE, resumes_in_place
 from unmask.errors import TrainingError, first_line
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.run_log import LOG_NAME, SUMS_NAME, read_sums
 
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
 """What a run has left in a folder. dpo stores the reference's scores before all else."""
+NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, latest first."""
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\d+", _step(path)) and path.is_dir()]
-    return sorted(found, key=lambda path: int(_step(path)), reverse=True)
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint, or of what a link points to."""
+    found = NAME.fullmatch(checkpoint.name) or NAME.fullmatch(checkpoint.resolve().name)
+    assert found is not None, checkpoint
+    return int(found[1])
+
+
+def remove_old(checkpoint: Path, limit: int | None, best: str | None) -> None:
+    """Remove checkpoints beside one that was just written, until `limit` are left: first those of later steps, which a run left that was
+    resumed before them, then the oldest. The best one stays. transformers goes by the clock, and removes other folders, too."""
+    later_first = sorted(checkpoints(checkpoint.parent), key=lambda path: (step_of(path) <= step_of(checkpoint), step_of(path)))
+    old = [path for path in later_first if path != checkpoint and str(path) != best]
+    for path in old[: max(0, len(later_first) - limit)] if limit and limit > 0 else []:
+        if path.is_symlink():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def refuse_earlier(folder: Path, *, started: bool) -> None:
@@ -104,7 +126,8 @@ def named_checkpoint(path: Path) -> Path:
 
 def stage_of(checkpoint: Path) -> int:
     """The number of the stage of a conversion that a checkpoint is of. Raises TrainingError if it is of none."""
-    stage = re.fullmatch(r"stage-(\d+)", checkpoint.resolve().parent.name)
+    parents = checkpoint.absolute().parent, checkpoint.resolve().parent  # either may be a link
+    stage = next((found for parent in parents if (found := re.fullmatch(r"stage-(\d+)", parent.name))), None)
     if stage is None:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
         raise TrainingError("is no checkpoint of a conversion", where=str(checkpoint), remedy=remedy)
@@ -113,9 +136,11 @@ def stage_of(checkpoint: Path) -> int:
 
 def check_last(checkpoint: Path, output: Path) -> None:
     """Raise TrainingError for a checkpoint with later ones in the output folder, which the next --resume would use instead."""
-    folder = checkpoint.resolve().parent
-    later = [path.name for path in checkpoints(folder) if int(_step(path)) > int(_step(checkpoint))] if _is_checkpoint(checkpoint) else []
-    if later and folder.is_relative_to(output.resolve()):
+    if not _is_checkpoint(checkpoint) or not resumes_in_place(output, str(checkpoint)):
+        return
+    folder = (checkpoint if NAME.fullmatch(checkpoint.name) else checkpoint.resolve()).parent
+    later = [path.name for path in checkpoints(folder) if step_of(path) > step_of(checkpoint)]
+    if later:
         remedy = "Remove the later ones, choose another output_dir, or resume from the last checkpoint"
         raise TrainingError(f"is followed by {', '.join(reversed(later))}", where=str(checkpoint), remedy=remedy)
 
@@ -123,7 +148,7 @@ def check_last(checkpoint: Path, output: Path) -> None:
 def steps_done(checkpoint: Path) -> int | None:
     """The optimizer steps before the checkpoint; None if its state file, which is written last, is missing or incomplete."""
     try:
-        return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+        return json.loads(read_file(checkpoint / TRAINER_STATE_NAME))["global_step"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -158,8 +183,4 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.resolve().name) is not None
-
-
-def _step(path: Path) -> str:
-    return path.resolve().name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return any(NAME.fullmatch(each.name) for each in (path, path.resolve()))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from unmask.artifacts import MetricsLog, write_atomic
+from unmask.artifacts import MetricsLog, read_file, write_atomic
 from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
@@ -78,6 +78,11 @@ class RunLog:
         kept = list(takewhile(lambda line: not self._later(line, step), lines))
         if len(kept) < len(lines):
             write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def ends_with_summary(self) -> bool:
+        """Whether the summary of this stage is the last line: an evaluation after it is missing."""
+        lines = self._lines()
+        return bool(lines) and "train_loss" in lines[-1] and lines[-1].get("stage") == self.stage
 
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
         """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last checkpoint."""
@@ -170,7 +175,7 @@ def write_sums(checkpoint: Path, sums: Sums) -> None:
 def read_sums(checkpoint: Path) -> Sums:
     """The sums that `write_sums` saved; earlier versions of Unmask saved them under another name, or none."""
     path = next((path for name in (SUMS_NAME, "recorded.json") if (path := checkpoint / name).exists()), None)
-    stored = json.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    stored = json.loads(read_file(path)) if path is not None else {}
     return {name: [float(total), float(count)] for name, (total, count) in stored.items()}
 
 

@@ -35,7 +35,10 @@ def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))} for line in lines]
+    return [
+        {name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second", "_preparation_time"))}
+        for line in lines
+    ]
 
 
 def ends(folder: Path) -> list[Any]:

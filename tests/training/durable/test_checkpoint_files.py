@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer import TRAINER_STATE_NAME
 
 from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
-from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
+from unmask.training.checkpoints import checked_checkpoint, last_checkpoint, steps_done
 from unmask.training.durable import checkpoint_files
-from unmask.training.durable.checkpoint_files import written_whole
+from unmask.training.durable.checkpoint_files import FILE_LIST, RECORD_FILE, fault, written_whole
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -233,3 +234,12 @@ def damage_to(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
+
+
+def test_a_fifo_in_a_checkpoint_is_a_fault_and_hangs_nothing(tmp_path):
+    for name in (FILE_LIST, RECORD_FILE, TRAINER_STATE_NAME, "model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        os.mkfifo(folder / name)
+        assert fault(folder) == f"{name} is not a file"
+        assert steps_done(folder) is None

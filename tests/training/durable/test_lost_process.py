@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from tests.helpers import REPOSITORY
 from tests.training.durable.runs import command, ends
 from tests.training.tiny_runs import unmask
+from unmask.errors import TrainingError
 from unmask.training.durable.lost_process import lost_process
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -93,6 +95,18 @@ def test_the_command_line_reports_a_lost_process_once(monkeypatch, model, tmp_pa
     ended = [unmask(*command("sft", model, tmp_path / "run")) for _ in range(2)]
     assert [each.exit_code for each in ended] == [2, 2]
     assert [each.output.count("error: launcher: another process of this run has ended.") for each in ended] == [1, 0]
+
+
+def test_an_error_that_all_processes_raise_is_shown_once_and_others_each(monkeypatch, model, tmp_path):
+    errors = iter(["damaged", "damaged", "another", "damaged"])
+
+    def fail(*_: object) -> None:
+        raise TrainingError(next(errors))
+
+    monkeypatch.setattr("unmask.commands.run.run_verb", fail)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
+    shown = [unmask(*command("sft", model, tmp_path / "run")).output for _ in range(4)]
+    assert shown == ["error: damaged\n", "", "error: another\n", ""]
 
 
 def start(mode: str, run: list[str]) -> subprocess.Popen[str]:
@@ -176,3 +190,22 @@ def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, firs
         run = shlex.split(reports[0][1])
     finish(mode, run)
     assert ends(output) == ends(tmp_path / "straight")
+
+
+@pytest.mark.slow
+def test_a_flipped_bit_in_a_part_of_a_sharded_checkpoint_is_one_error_and_the_one_before_is_used(model, tmp_path):
+    run = command("sft", model, tmp_path / "run", *SAVING, *SHARDED, "training.max_steps=3")
+    finish("fsdp", run)
+    straight = ends(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoint-3")
+    part = tmp_path / "run/checkpoint-2/optimizer.bin"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    with start("fsdp", [*run, "--resume", str(tmp_path / "run/checkpoint-2")]) as launcher:
+        _, errors = launcher.communicate(timeout=300)
+    assert launcher.returncode != 0 and errors.count("error: ") == 1 and "optimizer.bin is damaged. Use --resume without" in errors, errors
+    with start("fsdp", [*run, "--resume"]) as launcher:
+        _, errors = launcher.communicate(timeout=300)
+    assert launcher.returncode == 0 and errors.count("checkpoint-2 (optimizer.bin is damaged): resuming from checkpoint-1") == 1, errors
+    assert ends(tmp_path / "run") == straight

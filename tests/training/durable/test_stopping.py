@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -49,6 +51,7 @@ MOMENTS = {
     "amid an evaluation": ("sft", DiffusionTrainer, "prediction_step", 4, "checkpoint-4"),
     "amid the last step": ("sft", DiffusionTrainer, "training_step", 5, "checkpoint-6"),
     "amid a stage": ("convert", StageTrainer, "training_step", 1, "stage-1/checkpoint-2"),
+    "between a stage and its evaluation": ("convert", StageTrainer, "evaluate", 3, "stage-1/checkpoint-3"),
 }
 
 
@@ -63,7 +66,7 @@ MOMENTS = {
 def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, code, model, text, tmp_path, interrupt, monkeypatch):
     verb, owner, method, step, checkpoint = MOMENTS[moment]
     more = ["training.eval_strategy=steps", "training.eval_steps=2"] if method == "prediction_step" else []
-    more += ["--data", str(text), 'training.stages=[{"share": 1}, {"share": 1}]'] if verb == "convert" else []
+    more += ["--data", str(text), f"data.eval={text}", 'training.stages=[{"share": 1}, {"share": 1}]'] if verb == "convert" else []
     straight = unmask(*command(verb, model, tmp_path / "straight", *more))
     assert straight.exit_code == 0, straight.output
     with monkeypatch.context():
@@ -94,15 +97,20 @@ def test_a_repeated_sigterm_changes_nothing(model, tmp_path, interrupt):
 
 def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt):
     interrupt(DiffusionTrainer, "get_train_dataloader", 0, signal.SIGTERM)
-    stopped = unmask(*command("sft", model, tmp_path / "run"))
+    run = command("sft", model, tmp_path / "run")
+    stopped = unmask(*run)
     assert stopped.exit_code == 128 + signal.SIGTERM
-    assert "There is no checkpoint yet" in stopped.output
+    assert f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)}\n" in stopped.output
 
 
-def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt):
-    interrupt(DiffusionTrainer, "save_model", 6, signal.SIGINT, signal.SIGINT)
-    stopped = unmask(*command("sft", model, tmp_path / "run"))
-    assert stopped.exit_code == 130 and "There is no checkpoint yet" in stopped.output
+def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt, monkeypatch):
+    run = command("sft", model, tmp_path / "run")
+    with monkeypatch.context():
+        interrupt(DiffusionTrainer, "save_model", 6, signal.SIGINT, signal.SIGINT)
+        stopped = unmask(*run)
+    assert stopped.exit_code == 130
+    assert f"There is no checkpoint yet. Resume with: python -m unmask {shlex.join(run)} --resume\n" in stopped.output
+    assert unmask(*run, "--resume").exit_code == 0
 
 
 def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_path, monkeypatch):
@@ -110,7 +118,8 @@ def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_pat
     assert unmask(*run).exit_code == 0 and (tmp_path / "run" / "checkpoint-6").is_dir()
     monkeypatch.setattr(commands.run, "held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
     stopped = unmask(*run, "--overwrite")
-    assert stopped.exit_code == 128 + signal.SIGTERM and "There is no checkpoint yet" in stopped.output
+    assert stopped.exit_code == 128 + signal.SIGTERM
+    assert f"There is no checkpoint yet. Start again with: python -m unmask {shlex.join(run)} --overwrite\n" in stopped.output
 
 
 def test_a_run_that_a_signal_ends_amid_the_references_scores_is_resumed(model, tmp_path, monkeypatch):
@@ -149,6 +158,27 @@ def test_the_command_to_go_on_is_that_of_the_run():
         assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc_per_node=2 -m unmask {same}"
 
 
+def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_path, interrupt, monkeypatch):
+    run = command("sft", model, tmp_path / "run")
+    interrupt(DiffusionTrainer, "training_step", 2, signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        for name, value in {
+            "TRAINING__SEED": "5",
+            "TRAINING__RUN_NAME": "a b/unmask",
+            "TRAINING__HUB_TOKEN": "hf_x",
+            "API_KEY": "k",
+        }.items():
+            patch.setenv(f"UNMASK_{name}", value)
+        stopped = unmask(*run)
+    words = f"python -m unmask {shlex.join(run)} --resume"
+    variables = "UNMASK_TRAINING__HUB_TOKEN='********' UNMASK_TRAINING__RUN_NAME='a b/unmask' UNMASK_TRAINING__SEED=5"
+    assert f"Resume with: {variables} {words}\n" in stopped.output
+    assert f"{variables} {words}" in unmask("runs", tmp_path).output
+    assert unmask(*run, "--resume").exit_code == 2  # another seed
+    monkeypatch.setenv("UNMASK_TRAINING__SEED", "5")
+    assert unmask(*run, "--resume").exit_code == 0
+
+
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
 
 
@@ -163,7 +193,7 @@ def test_two_processes_stop_after_the_same_step(number, model, tmp_path):
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert "Resume (with the same launcher) with: python -m unmask sft" in errors, errors
+    assert re.search(r"Resume with: python -m unmask sft .* --resume \(and the same launcher\)", errors), errors
     (checkpoint,) = output.glob("checkpoint-*")
     assert {path.name for path in checkpoint.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, make, ranks, settings, tiny, weights
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, equal, make, ranks, settings, tiny, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.base import OnResume
 from unmask.config.on_resume import kinds_of
-from unmask.config.run import RolloutConfig
+from unmask.config.run import RolloutConfig, RunConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, TrainingError
@@ -275,6 +275,56 @@ def test_the_record_of_a_run_has_every_setting(verb, tmp_path):
 def test_every_field_of_the_installed_transformers_has_a_kind():
     known = [*TAKES_EFFECT, *NEUTRAL, *ANOTHER_RUN, *UNRECORDED]
     assert sorted(known) == sorted(field.name for field in dataclasses.fields(TrainingArguments))
+
+
+WITHOUT_A_DECLARATION = {
+    # Settings of Unmask's own: losses, methods, masks, lengths and data.
+    *("adaptive_loss", "advantage", "aggregation", "alignment", "attention", "attention_annealing", "beta"),
+    *("beyond_eos", "block_size", "bound", "canvas_length", "cart_p", "causal_context", "complementary", "curriculum"),
+    *("desirable_weight", "difficulty", "difficulty_reward", "distillation", "drop_equal_groups", "dual_clip"),
+    *("dynamic_sampling", "epsilon", "epsilon_high", "eubo_beta", "eubo_share", "exact_count", "importance_cap", "kl"),
+    *("kl_to", "kl_unbiased", "label_smoothing", "learn", "length_normalization", "log_ratio_clamp", "logit_shift"),
+    *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_length", "max_time"),
+    *("method", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
+    *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "ratio", "reference"),
+    *("reference_model", "reference_sync_share", "reference_sync_steps", "reward_weights", "rollout"),
+    *("rollout_tokens", "rpo_alpha", "samples", "schedule", "score_temperature", "segments", "shrink", "simpo_gamma"),
+    *("softmax_temperature", "stages", "steps", "stop_at_eos", "teacher_top_k", "temperature", "text_column"),
+    *("time_embedding", "token_cache", "truncate_completion", "truncate_prompt", "undesirable_weight", "views"),
+    "weighting",
+    # Settings of the sections.
+    *("data.max_rows", "data.seed", "data.shuffle_buffer", "data.split", "data.streaming", "data.style", "data.task"),
+    *("data.text_column", "lora.alpha", "lora.dropout", "lora.r", "lora.target_modules", "model.attention"),
+    *("model.block_size", "model.dtype", "model.eos_token_ids", "model.from_scratch", "model.logit_shift"),
+    *("model.parse_special_tokens", "model.quantization", "model.revision", "training", "training.rollout.backend"),
+    *("training.rollout.model", "training.rollout.sync_steps"),
+}
+"""Settings that make another run because they declare nothing. Add one here only if changing it makes another run."""
+
+
+def test_a_new_setting_declares_its_kind_or_is_known_to_make_another_run():
+    stock = {each.name for each in dataclasses.fields(TrainingArguments)}
+    own = {each.name: each.metadata.get("on_resume") for config in CONFIGS.values() for each in dataclasses.fields(config) if each.init}
+    sections = kinds_of(RunConfig) | kinds_of(RolloutConfig, "training.rollout.")
+    undeclared = {name for name, kind in own.items() if kind is None and name not in stock}
+    assert undeclared | {name for name, kind in sections.items() if kind is OnResume.OTHER} == WITHOUT_A_DECLARATION
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_every_setting_that_tests_change_has_another_value(verb, tmp_path):
+    names, made = {each.name: each for each in dataclasses.fields(CONFIGS[verb]) if each.init}, {}
+    for name in {name for of, name in ALL if of == verb}:
+        first = FIRST_OF.get((verb, name), FIRST.get(name, {}))
+        if (key := str(first)) not in made:
+            given = settings(tmp_path, **BASE) | (ROLLOUT if verb == "grpo" else {}) | first
+            made[key] = CONFIGS[verb](**given).to_dict()
+        assert another(verb, names[name], made[key][name]) != made[key][name], name
+
+
+def test_no_list_of_this_file_names_a_setting_that_is_gone():
+    names = {each.name for config in CONFIGS.values() for each in dataclasses.fields(config)}
+    lists = [FIRST, SECOND, ROUNDS, AT_ITS_START, IN_WEIGHTS, WITHOUT_A_TRACE, UNTRAINED, [name for _, name in [*FIRST_OF, *SECOND_OF]]]
+    assert {name for each in lists for name in each} <= names
 
 
 OF_EACH_KIND = ["learning_rate", "weight_decay", "lr_scheduler_type", "max_steps", "logging_steps", "save_steps", "eval_steps"]

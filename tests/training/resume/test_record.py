@@ -86,6 +86,16 @@ def test_other_rewards_are_refused(tmp_path):
         resume("grpo", tmp_path, reward=share_of_a)
 
 
+def test_a_tokenizer_of_the_same_size_with_other_tokens_is_refused(tmp_path):
+    stopped("grpo", tmp_path, reward=ranks)
+    other = tiny()
+    vocabulary = json.loads(other.tokenizer.backend_tokenizer.to_str())
+    vocabulary["model"]["vocab"] |= {"a": vocabulary["model"]["vocab"]["b"], "b": vocabulary["model"]["vocab"]["a"]}
+    other.tokenizer._tokenizer = type(other.tokenizer.backend_tokenizer).from_str(json.dumps(vocabulary))
+    with pytest.raises(ConfigError, match=r"model\.vocabulary"):
+        resume("grpo", tmp_path, lm=other, reward=ranks)
+
+
 def test_rewards_are_told_apart_by_their_source(tmp_path, monkeypatch):
     path = tmp_path / "mine.py"
     path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")

@@ -20,14 +20,15 @@ from pathlib import Path
 from accelerate import PartialState
 from safetensors import SafetensorError, safe_open
 
-from unmask.artifacts import default_mode, write_atomic
+from unmask.artifacts import default_mode, irregular_file, read_file, write_atomic
 from unmask.errors import TrainingError, first_line
 from unmask.training.resume.record import RECORD_FILE
 
 FILE_LIST = "checkpoint_files.json"
 UNFINISHED = ".unfinished"
 EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
-FULL_DISK = "Make room and permit writing: --resume continues from the last checkpoint"
+MAKE_ROOM = "Make room and permit writing"
+FULL_DISK = f"{MAKE_ROOM}: --resume continues from the last checkpoint"
 THREADS = 4  # hashing releases the lock of the interpreter
 
 
@@ -111,7 +112,9 @@ def fault(folder: Path) -> str | None:
     """The first difference between a checkpoint and its list of files, as a sentence; None: there is none. A checkpoint of an earlier
     version has no list: its files are only opened."""
     try:
-        text = (folder / FILE_LIST).read_text(encoding="utf-8")
+        if irregular := irregular_file(folder):
+            return f"{irregular} is not a file"
+        text = read_file(folder / FILE_LIST)
     except FileNotFoundError:
         return f"{FILE_LIST} is missing" if (folder / RECORD_FILE).exists() else _unreadable(folder)
     except (OSError, ValueError) as error:
@@ -138,7 +141,7 @@ def _unreadable(folder: Path) -> str | None:
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         try:
             if path.suffix == ".json":
-                json.loads(path.read_text(encoding="utf-8"))
+                json.loads(read_file(path))
             elif path.suffix == ".safetensors":
                 with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
                     pass
@@ -161,7 +164,9 @@ def check_free_space(folder: Path, needed: int, remedy: str) -> None:
         raise TrainingError(what, where=str(folder), remedy=remedy)
 
 
-WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOTDIR}
+WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE}
+IN_THE_WAY = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY}
+"""Errors of a folder in the place of a file, or the reverse."""
 
 
 @contextlib.contextmanager
@@ -170,9 +175,11 @@ def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in WRITE_ERRORS:
+        if error.errno not in WRITE_ERRORS | IN_THE_WAY:
             raise
-        path = error.filename or where
+        path = error.filename2 or error.filename or where
+        if error.errno in IN_THE_WAY:
+            remedy = remedy.replace(MAKE_ROOM, "Move away what is in its place")
         raise TrainingError(f"cannot be written ({error.strerror})", where=str(path), remedy=remedy) from error
     except SafetensorError as error:
         raise TrainingError(f"cannot be written ({first_line(error)})", where=str(where), remedy=remedy) from error

@@ -10,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from unmask.artifacts import VARIABLE, started_by
 from unmask.config.run import LOCK_FILE
 from unmask.console import first_to_report
 from unmask.errors import LostProcessError
@@ -60,9 +61,13 @@ def _runs(process: psutil.Process) -> bool:
 
 def lost_process(output: Path, what: str = "another process of this run has ended") -> LostProcessError:
     """The error for a run in this folder."""
-    begun = output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
-    go_on = f"Resume with: {resume_command(sys.orig_argv)}" if begun else f"Start again with: {command(sys.orig_argv)}"
-    return LostProcessError(what, where="launcher", remedy=f"{go_on} (and the same launcher)")
+    return LostProcessError(what, where="launcher", remedy=f"{go_on(output, begun=True)} (and the same launcher)")
+
+
+def go_on(output: Path, *, begun: bool) -> str:
+    """How to go on with a run, as a sentence. `begun`: whether the files in its folder, if there are any, are its own."""
+    begun = begun and output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
+    return f"Resume with: {resume_command(started_by())}" if begun else f"Start again with: {command(started_by())}"
 
 
 @contextlib.contextmanager
@@ -109,8 +114,9 @@ def resume_command(argv: Sequence[str], processes: int = 1) -> str:
     arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
-        if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
-            arguments.pop(0)
+        if argument == "--resume" and arguments and not arguments[0].startswith("-"):
+            if "=" not in arguments[0] or Path(arguments[0]).is_dir():
+                arguments.pop(0)
         elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
             kept.append(argument)
     return command([*kept, "--resume"], processes)
@@ -120,10 +126,13 @@ def command(argv: Sequence[str], processes: int = 1) -> str:
     """The command line of a run, without secrets.
 
     Args:
-        argv: the words that started it, with those of the interpreter.
+        argv: the words that started it (`started_by`), with those of the interpreter.
         processes: how many train together.
     """
+    set_before = [word.partition("=") for word in takewhile(lambda word: VARIABLE.fullmatch(word.partition("=")[0]), argv)]
+    argv = argv[len(set_before) :]
     start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
     program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
     launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
-    return f"{launched} {shell_line(map(masked_argument, argv[start + 1 :]))}"
+    variables = "".join(f"{name}={shell_line([masked_argument(f'{name}={value}').partition('=')[2]])} " for name, _, value in set_before)
+    return f"{variables}{launched} {shell_line(map(masked_argument, argv[start + 1 :]))}"

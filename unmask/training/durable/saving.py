@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers.trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.artifacts import share
 from unmask.data.token_cache import StreamedRows
@@ -19,9 +19,9 @@ from unmask.errors import TrainingError
 from unmask.models.adapters import has_adapters, merged, without_tables
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
-from unmask.training.checkpoints import checkpoints
+from unmask.training.checkpoints import checkpoints, remove_old
 from unmask.training.config import rows_per_step
-from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
+from unmask.training.durable.checkpoint_files import MAKE_ROOM, bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
 
 
@@ -50,7 +50,7 @@ class Saver:
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
-        remedy = f"Make room and permit writing. {kept}--resume continues from {'it' if earlier else 'the beginning'}"
+        remedy = f"{MAKE_ROOM}. {kept}--resume continues from {'it' if earlier else 'the beginning'}"
         with naming_write_errors(checkpoint, remedy):
             if args.should_save:
                 check_free_space(folder, bytes_of(earlier[0]) if earlier else self._expected_bytes(), remedy)
@@ -65,8 +65,7 @@ class Saver:
                 with without_pickled_settings():
                     self.trainer._push_from_checkpoint(str(checkpoint))
             if args.should_save:
-                best = state.best_model_checkpoint
-                rotate_checkpoints(str(folder), save_total_limit=args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+                remove_old(checkpoint, args.save_total_limit, state.best_model_checkpoint)
 
     def _name_best(self, unfinished: Path, checkpoint: Path) -> None:
         """Record the best checkpoint under the name that it will have."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import TrainerCallback
 
 from unmask.errors import RunStopped
 from unmask.training.checkpoints import checkpoints
-from unmask.training.durable.lost_process import another_has_ended, lost_process, resume_command
+from unmask.training.durable.lost_process import another_has_ended, go_on, lost_process
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
@@ -36,10 +35,11 @@ class StopOnSignal(TrainerCallback):
     Args:
         output: the folder of the run.
         resumes: whether the checkpoints that are there already are of this run.
+        overwrites: whether the files that are there already are of an earlier one.
     """
 
-    def __init__(self, output: Path, *, resumes: bool):
-        self.output = output
+    def __init__(self, output: Path, *, resumes: bool, overwrites: bool = False):
+        self.output, self._overwrites = output, overwrites
         self._owns_checkpoints = resumes
         self._received: signal.Signals | None = None
         self._since = 0.0
@@ -111,7 +111,8 @@ class StopOnSignal(TrainerCallback):
     def _stopped(self, how: str = "at once") -> RunStopped:
         assert self._received is not None
         saved = self._owns_checkpoints and any(map(checkpoints, [self.output, *self.output.glob("stage-*")]))
-        launched = " (with the same launcher)" if "LOCAL_RANK" in os.environ else ""
-        go_on = f"Resume{launched} with: {resume_command(sys.orig_argv)}" if saved else "There is no checkpoint yet"
+        found = "" if saved else "There is no checkpoint yet. "
+        launched = " (and the same launcher)" if "LOCAL_RANK" in os.environ else ""
+        remedy = found + go_on(self.output, begun=self._owns_checkpoints or not self._overwrites) + launched
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
-        return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)
+        return RunStopped(f"stopped by {self._received.name} {how}. {remedy}", code=code)

@@ -69,6 +69,7 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
         "model.dtype": str(lm.weight_dtype).removeprefix("torch."),
         "model.shapes": content_hash(shapes),
         "model.tokenizer": content_hash([lm.tokenizer.chat_template, len(lm.tokenizer)]),
+        "model.vocabulary": content_hash(lm.tokenizer.get_vocab()),
         "model.adapters": content_hash(described) if described else None,
         "model.weights": {"sha256": digest.hexdigest()} if named else None,
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from filelock import BaseFileLock, FileLock, Timeout
 
+from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE
 from unmask.console import is_first_process
 from unmask.errors import TrainingError
@@ -79,7 +80,7 @@ def _lock(path: Path) -> BaseFileLock:
 
 def _occupied(path: Path) -> TrainingError:
     try:
-        pid, host, command = path.read_text(encoding="utf-8").splitlines()[:3]
+        pid, host, command = read_file(path).splitlines()[:3]
     except (OSError, ValueError):  # it is being written
         who, host = "another process", ""
     else:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.artifacts import plain, write_atomic
+from unmask.artifacts import plain, read_file, write_atomic
 from unmask.config.base import OnResume
 from unmask.console import show_line
 from unmask.data.token_cache import StreamedRows
@@ -69,10 +69,11 @@ class RunRecord:
     def refuse_settings(self, folder: Path) -> None:
         """Raise ConfigError if settings would make another run than that of the checkpoints in a folder. Those of the model are compared
         once it is loaded."""
-        for path in sorted(folder.glob(f"**/{RECORD_FILE}"))[-1:]:  # all of a run agree in what makes another run
+        records = [path for place in ("", "checkpoint-*/", "stage-*/checkpoint-*/") for path in folder.glob(place + RECORD_FILE)]
+        for path in sorted(records)[-1:]:  # all of a run agree in what makes another run
             try:
-                recorded = json.loads(path.read_text(encoding="utf-8"))
-            except ValueError:  # damaged: the checkpoint will not be used
+                recorded = json.loads(read_file(path))
+            except (OSError, ValueError):  # damaged: the checkpoint will not be used
                 continue
             changed = self.changed_since(recorded)
             self._refuse({name: old for name, old in changed.items() if not name.startswith("model.")}, path.parent)
@@ -116,7 +117,7 @@ class RunRecord:
 def read_record(checkpoint: Path) -> dict[str, Any] | None:
     """The record in a checkpoint; None for a checkpoint of an earlier version."""
     path = checkpoint / RECORD_FILE
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    return json.loads(read_file(path)) if path.exists() else None
 
 
 def expect_visited(rows: Any, checkpoint: Path) -> None:

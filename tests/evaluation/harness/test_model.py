@@ -1,0 +1,285 @@
+"""The model `unmask` of lm-eval: equal to lm-eval's own model where both read a causal model, and the same bits in any batch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+
+import lm_eval
+import pytest
+from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
+
+from tests import toy
+from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
+from tests.helpers import REPOSITORY, run_all, shared_path
+from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.evaluation.harness import HarnessLM
+from unmask.evaluation.harness.answers import LogLikelihood
+
+PAIRS = [(context, continuation) for context in ("ab", "abbab", "") for continuation in ("ba", "abab", "bbb")]
+CAUSAL = ("causal", None, True)
+LETTERS = [4, 5]  # ids of a and b
+
+
+def measured(model, pairs=PAIRS, by_question=True):
+    requests = [
+        Instance("loglikelihood", {"context": context}, (context, continuation), 0, ("task", number // 3 if by_question else None, 1))
+        for number, (context, continuation) in enumerate(pairs)
+    ]
+    return model.loglikelihood(requests, disable_tqdm=True)
+
+
+def generated(model, contexts, repeats=1, **gen_kwargs):
+    requests = [
+        Instance("generate_until", {}, (context, gen_kwargs), 0, ("task", number, repeats)) for number, context in enumerate(contexts)
+    ]
+    return model.generate_until([request for request in requests for _ in range(repeats)], disable_tqdm=True)
+
+
+def rolling(model, texts):
+    requests = [Instance("loglikelihood_rolling", {}, (text,), 0, ("task", number, 1)) for number, text in enumerate(texts)]
+    return model.loglikelihood_rolling(requests, disable_tqdm=True)
+
+
+def check_equals_hf(folder, rows):
+    write_tasks(folder, rows)
+    path = shared_path("models", "stories260K")
+    options = {"tasks": list(TASKS), "bootstrap_iters": 0, "device": "cpu"}
+    ours, theirs = (
+        lm_eval.simple_evaluate(
+            model=name,
+            model_args={"pretrained": str(path), "dtype": "float64"} | more,
+            task_manager=TaskManager(include_path=str(folder), include_defaults=False),
+            **options,
+        )
+        for name, more in (("unmask", {}), ("hf", {"softmax_dtype": "float64"}))
+    )
+    for name in TASKS:
+        pairs = list(zip(*(sorted(found["samples"][name], key=lambda sample: sample["doc_id"]) for found in (ours, theirs)), strict=True))
+        assert len(pairs) == (max(1, rows // 20) if name == "local_wikitext" else rows)
+        for own, other in pairs:
+            assert own["arguments"] == other["arguments"]
+            for found, expected in zip(own["filtered_resps"], other["filtered_resps"], strict=True):
+                if isinstance(expected, str):
+                    assert found == expected
+                elif isinstance(expected, float):
+                    assert found == pytest.approx(expected, abs=1e-4)
+                else:
+                    assert found[0] == pytest.approx(expected[0], abs=1e-4) and found[1] == expected[1]
+    for name, metrics in theirs["results"].items():
+        numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
+        assert numbers and {key: ours["results"][name][key] for key in numbers} == pytest.approx(numbers, rel=1e-6)
+
+
+def test_a_causal_model_scores_as_lm_evals_own(tmp_path):
+    check_equals_hf(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_causal_model_scores_as_lm_evals_own_on_200_items(tmp_path):
+    check_equals_hf(tmp_path, 200)
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"])
+def test_the_bits_depend_on_neither_batch_size_nor_order(kind):
+    lm = toy.toy(kind)
+    models = [HarnessLM(lm, samples=9, batch_size=size) for size in (1, 3, 8, "auto")]
+    expected = measured(models[0])
+    texts = rolling(models[0], ["ab" * 20, "b", ""])
+    for model in models:
+        assert measured(model) == expected
+        assert measured(model, PAIRS[::-1])[::-1] == expected
+        assert rolling(model, ["", "b", "ab" * 20])[::-1] == texts
+    alone = [measured(models[0], PAIRS[start : start + 3])[0] for start in range(0, 9, 3)]
+    assert alone == expected[::3]
+
+
+@pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift"])
+def test_texts_depend_on_neither_batch_size_nor_order(kind):
+    lm = toy.toy(kind)
+    contexts = ["ab", "b", "abbab", "aab", "ab"]
+    asked = {"max_gen_toks": 6, "do_sample": True, "temperature": 2.0, "allowed_tokens": LETTERS}
+    expected = generated(HarnessLM(lm), contexts, **asked)
+    assert len(set(expected)) > 1 and expected[0] == expected[4]
+    for size in (1, 3, 8, "auto"):
+        assert generated(HarnessLM(lm, batch_size=size), contexts[::-1], **asked)[::-1] == expected
+
+
+def test_repeats_of_a_request_differ():
+    texts = generated(HarnessLM(toy.toy()), ["ab", "b"], repeats=4, max_gen_toks=8, do_sample=True, temperature=2.0, allowed_tokens=LETTERS)
+    assert len(set(texts[:4])) > 1 and len(set(texts[4:])) > 1
+
+
+def test_choices_of_a_question_have_common_masks():
+    model = HarnessLM(toy.toy(), samples=9)
+    same = measured(model, [("ab", "abbab"), ("ab", "abbaa")])
+    assert all(isinstance(value, LogLikelihood) and value.differences for value, _ in same)
+    other_contexts = [("aab", "abbab"), ("ab", "abbab")]
+    apart, together = measured(model, other_contexts, by_question=False), measured(model, other_contexts)
+    assert apart[1] == same[0] and together[1] != same[0]
+    assert measured(model, [*other_contexts, ("", "abbab")])[2] == measured(model, [("", "abbab")])[0]  # by itself in any question
+
+
+def test_long_contexts_lose_their_beginning():
+    for lm, room in ((toy.toy(), 30), (toy.toy(attention=CAUSAL), 31)):
+        model = HarnessLM(lm, samples=5)
+        long = "ab" * 40
+        assert measured(model, [(long, "ba")])[0][1] in (True, False)
+        ids = model.tok_encode(long)
+        assert model._score(ids, [4, 5], 3) == model._score(ids[-room:], [4, 5], 3) != model._score(ids[-room + 2 :], [4, 5], 3)
+        with pytest.raises(GenerationError, match="leaves no room for a context"):
+            measured(model, [("ab", "ab" * 17)])
+
+
+def test_windows_of_a_text_are_added():
+    lm = toy.toy("blocks of three")
+    model = HarnessLM(lm, max_length=9)
+    ids = model.tok_encode("abbabaabbabb")
+    parts = [([model.prefix_token_id], ids[:8]), (ids[4:8] if len(ids) == 12 else ids[len(ids) - 9 : 8], ids[8:])]
+    expected = sum(model._estimate(context, some, 0) for context, some in parts)
+    assert rolling(model, ["abbabaabbabb"]) == [pytest.approx(expected, abs=1e-9)]
+
+
+def test_a_request_is_cut_at_its_own_stop_strings():
+    model = HarnessLM(toy.toy(), max_new_tokens=12, temperature=2.0, allowed_tokens=LETTERS)
+    (whole,) = generated(model, ["ab"])
+    assert len(whole) == 12 and set(whole) == {"a", "b"}
+    requests = [Instance("generate_until", {}, ("ab", {"until": until}), 0) for until in ("a", ["b", "a"], [])]
+    assert model.generate_until(requests, disable_tqdm=True) == [whole.partition("a")[0], "", whole]
+
+
+def test_texts_know_what_they_took():
+    (text,) = generated(HarnessLM(toy.toy()), ["ab"], max_gen_toks=8, steps=4, stop_at_eos=False)
+    assert (text.tokens, text.steps, text.passes) == (8, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"tempature": 1}, ConfigError, "unknown option 'tempature'.*'temperature'"),
+        ({"estimator": "guess"}, ConfigError, "estimator: 'guess'"),
+        ({"samples": 0}, ConfigError, "samples: 0 is not a number from 1"),
+        ({"batch_size": "many"}, ConfigError, "batch_size: 'many'.*or auto"),
+        ({"dtype": "float64"}, ConfigError, "dtype: the model is loaded already"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, error, words):
+    with pytest.raises(error, match=words):
+        HarnessLM(toy.toy(), **settings)
+
+
+def test_a_canvas_must_leave_room():
+    with pytest.raises(GenerationError, match="32 new tokens leave no room"):
+        generated(HarnessLM(toy.toy()), ["ab"], max_gen_toks=32)
+
+
+def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
+    lm = toy.toy()
+    write_task(tmp_path, "chat", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["a", "bb"], "gold": 0}] * 2)
+    options = {"tasks": ["chat"], "bootstrap_iters": 0, "apply_chat_template": True, "system_instruction": "bab"}
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    with pytest.raises(DataError, match="no chat template"):
+        lm_eval.simple_evaluate(model=HarnessLM(lm, samples=5), task_manager=manager, **options)
+    lm.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    found = lm_eval.simple_evaluate(
+        model=HarnessLM(lm, samples=5), task_manager=manager, num_fewshot=1, fewshot_as_multiturn=True, cache_requests=True, **options
+    )
+    first = found["samples"]["chat"][0]
+    assert first["arguments"][0][0].startswith("bab") and first["arguments"][0][0].endswith("b") and "a" in first["arguments"][0][0]
+    json.dumps(first["resps"])
+
+
+def test_answers_are_kept_in_the_cache(tmp_path, monkeypatch):
+    lm = toy.toy()
+    documents = [{"q": context, "choices": ["ab", "bba"], "gold": 0} for context in ("ab", "b", "aab")]
+    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
+
+    def run(limit, model):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        cache = str(tmp_path / "answers")
+        return lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache, limit=limit)
+
+    run(1, HarnessLM(lm, samples=9))  # as if stopped after an item
+    calls = []
+    score = HarnessLM._score
+    monkeypatch.setattr(HarnessLM, "_score", lambda self, *arguments: calls.append(arguments) or score(self, *arguments))
+    whole = run(None, HarnessLM(lm, samples=9))
+    assert len(calls) == 4
+    monkeypatch.undo()
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    fresh = lm_eval.simple_evaluate(model=HarnessLM(lm, samples=9), tasks=["small"], task_manager=manager, bootstrap_iters=0)
+    assert [sample["resps"] for sample in whole["samples"]["small"]] == [sample["resps"] for sample in fresh["samples"]["small"]]
+    errors = [response[0][0].standard_error for sample in whole["samples"]["small"] for response in sample["resps"]]
+    assert all(error > 0 for error in errors)  # also of those from the cache
+
+
+SCRIPT = """
+import json, sys
+import lm_eval
+from lm_eval.tasks import TaskManager
+import unmask.evaluation.harness
+import torch; torch.set_num_threads(1)
+found = lm_eval.simple_evaluate(
+    model="unmask", model_args={"pretrained": sys.argv[1], "samples": 9, "dtype": "float64", "device": "cpu"}, tasks=["choices", "texts"],
+    task_manager=TaskManager(include_path=sys.argv[2], include_defaults=False), bootstrap_iters=0, limit=5,
+)
+if found:
+    samples = {name: sorted((sample["doc_id"], sample["resps"]) for sample in part) for name, part in found["samples"].items()}
+    open(sys.argv[3], "w").write(json.dumps([found["results"], samples]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_bits_of_one(tmp_path):
+    toy.toy().save(tmp_path / "model")
+    documents = [{"q": "ab" * (number % 3 + 1) + "b" * number, "choices": ["ab", "bba"], "gold": number % 2} for number in range(6)]
+    write_task(tmp_path, "choices", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
+    texts = {"doc_to_text": "{{q}}", "doc_to_target": "ab", "generation_kwargs": {"max_gen_toks": 8, "do_sample": True, "until": ["bb"]}}
+    write_task(tmp_path, "texts", TASKS["local_stories"] | texts, documents)
+    (tmp_path / "run.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    launcher = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    for name, launched in (("one", []), ("two", [*launcher, "--main_process_port", "0"])):
+        command = [sys.executable, *launched, tmp_path / "run.py", tmp_path / "model", tmp_path, tmp_path / f"{name}.json"]
+        run_all(command, timeout=300, env=environment, cwd=tmp_path)
+    one, two = ((tmp_path / f"{name}.json").read_text() for name in ("one", "two"))
+    assert one == two and len(json.loads(one)[1]["choices"]) == 5
+
+
+@pytest.mark.slow
+def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
+    toy.toy().save(tmp_path / "model")
+    documents = [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}, {"q": "b", "choices": ["aba", "bb"], "gold": 0}]
+    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
+    asked = ["--tasks", "small", "--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "unmask.evaluation.harness",
+        "--model",
+        "unmask",
+        "--model_args",
+        f"pretrained={tmp_path / 'model'},samples=9",
+    ]
+    run_all([*command, *asked], timeout=300, env=environment, cwd=tmp_path)
+    (result,) = (tmp_path / "out").rglob("results_*.json")
+    config = json.loads(result.read_text())["config"]
+    assert config["estimator"] == "elbo" and config["samples"] == 9 and config["log_likelihoods_are_lower_bounds"] is True
+    names = "import unmask.evaluation.harness; from lm_eval.api.registry import model_registry; print(*model_registry)"
+    listed = run_all([sys.executable, "-c", names], timeout=100, env=environment, stdout=-1, text=True).stdout.split()
+    assert {"unmask", "hf", "vllm"} <= set(listed)
+
+
+def test_every_word_of_a_pair_is_scored():
+    """The parts of a text that lm-eval separates are scored as in one piece."""
+    lm = toy.toy(attention=CAUSAL)
+    model = HarnessLM(lm)
+    for first, second in itertools.pairwise(["ab", "ba", "bb"]):
+        (whole, _), (start, _) = measured(model, [("a", first + second)])[0], measured(model, [("a", first)])[0]
+        assert whole == pytest.approx(start + measured(model, [("a" + first, second)])[0][0], abs=1e-10)

@@ -1,0 +1,75 @@
+"""The metrics of `--metric`: what each needs, and an evaluation with all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tests import toy
+from unmask.cli import app
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError
+from unmask.evaluation import diversity, overlap
+from unmask.evaluation.result_file import read_result
+from unmask.evaluation.text_metrics import METRICS, GeneratedTexts, check_text_metrics, text_metrics
+from unmask.tasks import get_task
+
+TEXTS, PROMPTS, GROUPS = ["abab", "<answer>bb</answer>", "aaaa"], ["a", "b", "a"], ["1", "2", "2"]
+
+
+def test_every_metric_is_that_of_its_function():
+    judge = toy.toy(attention=("causal", None, True))
+    of = GeneratedTexts(texts=TEXTS, prompts=PROMPTS, references=["abab", "bb", "b"], groups=GROUPS, tokenizer=judge.tokenizer, judge=judge)
+    found = text_metrics(list(METRICS), of)
+    answers = ["abab", "bb", "aaaa"]
+    perplexity = diversity.generative_perplexity(judge, PROMPTS, TEXTS, GROUPS)
+    assert found.values == {
+        **overlap.rouge(answers, of.references, GROUPS),
+        **overlap.bleu(answers, of.references, GROUPS),
+        "entropy": diversity.token_entropy(judge.tokenizer, TEXTS, GROUPS),
+        **diversity.distinct(TEXTS),
+        "self-bleu": diversity.self_bleu(TEXTS, GROUPS),
+        "perplexity": perplexity.value,
+    }
+    assert found.judged == {"texts": 3, "tokens": perplexity.tokens}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reference", "judge", "message"),
+    [
+        (["entropi"], True, False, "unknown metric 'entropi'.*entropy"),
+        (["bleu"], False, False, "metric bleu: sudoku has no reference texts"),
+        (["perplexity"], False, False, "metric perplexity: needs a causal model.*--judge"),
+        (["entropy"], False, True, "judge: no metric needs a judge"),
+    ],
+)
+def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
+    with pytest.raises(ConfigError, match=message):
+        check_text_metrics(metrics, "sudoku", has_reference=reference, has_judge=judge)
+
+
+@pytest.mark.parametrize("metric", ["bleu", "self-bleu"])
+def test_a_missing_library_is_named(metric, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    with pytest.raises(ConfigError, match=rf"metric {metric}: needs sacrebleu, .*pip install 'unmask\[eval\]'"):
+        check_text_metrics([metric], "text", has_reference=True, has_judge=False)
+
+
+def test_the_command_line_measures_diversity_under_a_judge(tmp_path):
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
+    command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--task", "text", "--max-new-tokens", "4"]
+    command += ["--output", str(tmp_path / "out.json")]
+    for name in ("entropy", "distinct", "self-bleu", "perplexity"):
+        command += ["--metric", name]
+    refused = CliRunner().invoke(app, command)
+    assert refused.exit_code == 2 and "--judge" in refused.stderr
+    made = CliRunner().invoke(app, [*command, "--judge", str(tmp_path / "model")])
+    assert made.exit_code == 0, made.output
+    assert "perplexity" in made.stdout and "distinct-3" in made.stdout
+    scores = read_result(tmp_path / "out.json").tasks[0]
+    assert scores.protocol["judged"]["tokens"] > 0 and scores.protocol["judge"]["path"] == str(tmp_path / "model")
+    assert scores.metrics["perplexity"].mean > 1 and not scores.metrics["perplexity"].higher_is_better

@@ -1,0 +1,256 @@
+"""The model `unmask` of lm-eval: any DiffusionLM."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import has_bos_prefix
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import sequence_key
+from unmask.errors import ConfigError, GenerationError
+from unmask.evaluation.greedy import is_greedy
+from unmask.evaluation.harness.answers import LogLikelihood, Text
+from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
+from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
+from unmask.generation.sampler import generate
+from unmask.models.chat_template import render_template
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+
+DEFAULT_CONTEXT = 2048
+"""Tokens, for a model whose config does not say: as lm-eval."""
+
+
+class HarnessLM(TemplateLM):
+    """A DiffusionLM as a model of lm-eval.
+
+    Scores are functions of model, request and settings: they do not depend on the batch size, the order of the requests, or the processes.
+
+    Args:
+        pretrained: a DiffusionLM, or the path or name of one to load.
+        samples: noised views per likelihood at most (elbo).
+        estimator: elbo or exact; None: exact for causal models and blocks of at most 4 tokens, else elbo.
+        seed: of masks and samples.
+        batch_size: sequences generated at once, or "auto"; likelihoods are computed one by one.
+        max_batch_size: of "auto".
+        device: where to load the model; None: the GPU if there is one.
+        max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose their beginning.
+        settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not have their own.
+
+    Raises:
+        ConfigError: an unknown setting, or a wrong value.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | DiffusionLM,
+        *,
+        samples: int = 128,
+        estimator: Estimator | None = None,
+        seed: int = 0,
+        batch_size: int | str | None = None,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+        max_length: int | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        model, sampler = split_settings(settings)
+        if batch_size not in (None, "auto"):
+            sampler["batch_size"] = _whole(batch_size, "batch_size")
+        elif max_batch_size is not None:
+            sampler["batch_size"] = _whole(max_batch_size, "max_batch_size")
+        state = PartialState() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        if isinstance(pretrained, DiffusionLM):
+            if model:
+                raise ConfigError("the model is loaded already", where=next(iter(model)), remedy="Leave it out, or give a path")
+            self.lm = pretrained
+        else:
+            self.lm = load(str(pretrained), **model, device=device or ("auto" if state is None else str(state.device)))
+        self.tokenizer = self.lm.tokenizer
+        self.samples, self.seed = _whole(samples, "samples"), int(seed)
+        self.estimator: Estimator = estimator or default_estimator(self.lm)
+        if self.estimator not in ("elbo", "exact"):
+            raise ConfigError(f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact")
+        self.sampler = SamplerConfig(**sampler, seed=self.seed)
+        self._max_length = None if max_length is None else _whole(max_length, "max_length")
+        self._state, self._device = state, self.lm.device
+        if state is not None:
+            self._rank, self._world_size = state.process_index, state.num_processes
+
+    @property
+    def bounds(self) -> bool:
+        """Whether log-likelihoods are lower bounds; perplexities and bits per byte are then upper bounds."""
+        return self.estimator == "elbo" and not self.lm.autoregressive
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest row."""
+        return min(self._max_length or self.lm.context_length or DEFAULT_CONTEXT, self.lm.context_length or DEFAULT_CONTEXT)
+
+    @property
+    def eot_token_id(self) -> int:
+        return self.lm.eos_token_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Before a text without a context: BOS, or EOS where there is none."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The ids of a text, which has no second BOS if it begins with one."""
+        if add_special_tokens is None:
+            add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id]))
+        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        answers: list[tuple[float, bool]] = []
+        keys = _mask_keys(requests)
+        for _, some in itertools.groupby(
+            self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm), key=lambda x: _question(x[0])
+        ):
+            finished = [(request.args, self._score(*self._encode(*request.args), key)) for request, key in some]
+            for arguments, answer in finished:  # a question is kept whole, or not at all
+                self.cache_hook.add_partial("loglikelihood", arguments, answer)
+                answers.append(answer)
+        return answers
+
+    def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
+        return [self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests]
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        answers: list[float] = []
+        for request in self._shown(requests, len(requests), disable_tqdm):
+            (text,) = request.args
+            # A causal model does not read the last token of a window, which may therefore be one longer.
+            size = self.max_length - (not self.lm.autoregressive)
+            windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1))
+            parts = [self._estimate(context, ids, sequence_key([*context, *ids])) for context, ids in windows]
+            answers.append(LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences]))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        answers: list[str] = [""] * len(requests)
+        repeats: Counter[int] = Counter()
+        by_sampler: dict[str, list[tuple[int, list[int], int, list[str]]]] = {}
+        samplers: dict[str, SamplerConfig] = {}
+        for number, request in enumerate(requests):
+            context, gen_kwargs = request.args
+            sampler, until = read_gen_kwargs(gen_kwargs, self.sampler)
+            if (room := self.max_length - sampler.max_new_tokens) < 1:
+                what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
+                raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
+            prompt = self.tok_encode(context)[-room:]
+            key = sequence_key(prompt, repeats[id(request)])  # lm-eval repeats a request to get several samples
+            repeats[id(request)] += 1
+            name = sampler.model_dump_json()
+            samplers[name] = sampler
+            by_sampler.setdefault(name, []).append((number, prompt, key, until))
+        for name, group in by_sampler.items():
+            size = samplers[name].batch_size
+            for first in self._shown(range(0, len(group), size), -(-len(group) // size), disable_tqdm):
+                some = group[first : first + size]
+                found = generate(self.lm, [prompt for _, prompt, _, _ in some], samplers[name], keys=[key for _, _, key, _ in some])
+                for (number, _, _, until), text, tokens, steps, passes in zip(
+                    some, found.texts, found.tokens, found.steps, found.forward_passes, strict=True
+                ):
+                    answers[number] = Text(cut(text, until), len(tokens), max(steps, default=-1) + 1, passes)
+                    self.cache_hook.add_partial("generate_until", requests[number].args, answers[number])
+        return answers
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return render_template(self.tokenizer, chat_history, **options)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For names of cached requests, which depend on the tokenizer and its chat template."""
+        digest = hashlib.blake2b(str(self.tokenizer.chat_template).encode(), digest_size=4).hexdigest()
+        return f"{self.tokenizer.name_or_path.replace('/', '__')}-{digest}"
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if self._state is None else gather(tensor)
+
+    def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
+        if self._state is None:
+            return [obj]
+        found = [None] * self.world_size if self.rank == dst else None
+        torch.distributed.gather_object(obj, found, dst=dst)
+        return found
+
+    def barrier(self) -> None:
+        if self._state is not None:
+            self._state.wait_for_everyone()
+
+    def get_model_info(self) -> dict[str, Any]:
+        """For lm-eval's result file: what scores depend on beside the model."""
+        return self.protocol
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        likelihood = {"estimator": self.estimator, "log_likelihoods_are_lower_bounds": self.bounds, "max_length": self.max_length}
+        masks = {"samples": self.samples} if self.bounds else {}
+        sampler = self.sampler.model_dump(mode="json", exclude={"batch_size", "seed"}, exclude_unset=True)
+        return {**likelihood, **masks, "seed": self.seed, "sampler": sampler}
+
+    def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context:
+            return self._encode_pair(context, continuation)
+        ids = self.tok_encode(continuation, add_special_tokens=False)
+        return ([self.prefix_token_id], ids) if ids[:1] != [self.prefix_token_id] else (ids[:1], ids[1:])
+
+    def _score(self, context: list[int], continuation: list[int], key: int) -> tuple[float, bool]:
+        longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
+        if len(continuation) >= longest:
+            what = f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of {self.max_length}"
+            raise GenerationError(what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context")
+        context = context[-(longest - len(continuation)) :]
+        return self._estimate(context, continuation, key), is_greedy(self.lm, context, continuation)
+
+    def _estimate(self, context: list[int], continuation: list[int], key: int) -> LogLikelihood:
+        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, self.samples, self.seed, keys=[key])
+        return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
+
+    def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> Iterator[Any]:
+        return iter(tqdm(requests, total=total, disable=disable_tqdm or self.rank != 0, desc="Running requests"))
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not str(value).isdecimal() or int(value) < 1:
+        remedy = "Give a number from 1, or auto" if name == "batch_size" else "Give a number from 1"
+        raise ConfigError(f"{value!r} is not a number from 1", where=name, remedy=remedy)
+    return int(value)
+
+
+def _question(request: Instance) -> tuple[str | None, int | None]:
+    return request.task_name, request.doc_id
+
+
+def _mask_keys(requests: Sequence[Instance]) -> list[int]:
+    """A key for the masks of each request. The choices of a question have one: a hash of their context, or of all their contexts where
+    these differ (Winogrande). A request without a context, which measures a choice by itself, has the key of the empty context in any
+    question."""
+    contexts: dict[Any, set[str]] = {}
+    for request in requests:
+        contexts.setdefault(_question(request), set()).add(request.args[0])
+    keys = []
+    for request in requests:
+        own = request.args[0]
+        together = sorted(contexts[_question(request)] - {""}) if own and request.doc_id is not None else [own]
+        keys.append(int.from_bytes(hashlib.blake2b("\0".join(together).encode(), digest_size=8).digest(), "little") >> 1)
+    return keys

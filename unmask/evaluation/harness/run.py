@@ -1,0 +1,132 @@
+"""Evaluation of a DiffusionLM on tasks of lm-eval."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from unmask.config.run import SamplerConfig
+from unmask.errors import ConfigError, DataError, UnmaskError, did_you_mean, first_line
+from unmask.evaluation.harness.model import HarnessLM
+from unmask.evaluation.harness.scores import group_scores, task_scores
+from unmask.evaluation.likelihood import Estimator
+from unmask.evaluation.result_file import TaskScores
+from unmask.models.diffusion_lm import DiffusionLM
+
+OPTIONS = {
+    "limit": None,
+    "num_fewshot": None,
+    "system_instruction": None,
+    "apply_chat_template": False,
+    "fewshot_as_multiturn": True,
+    "gen_kwargs": None,
+    "use_cache": None,
+    "cache_requests": False,
+}
+"""Of `lm_eval.simple_evaluate`, with their defaults."""
+
+
+class _Tasks(TaskManager):
+    """The tasks of lm-eval and of a folder, with clear errors; they stay at hand after `simple_evaluate`."""
+
+    def __init__(self, names: Sequence[str], include_path: str | Path | None):
+        if include_path is not None and not Path(include_path).is_dir():
+            raise DataError("is not a folder", where=f"include_path {include_path}", remedy="Give the folder of the task files")
+        folder = None if include_path is None else str(include_path)
+        super().__init__(include_path=folder, include_defaults=False)
+        if not set(names) <= set(self.all_tasks):
+            super().__init__(include_path=folder)  # thousands of files
+        for name in names:
+            if name not in self.all_tasks and not Path(name).is_file():
+                raise ConfigError(f"lm-eval has no task {name!r}", where="lm-eval", remedy=_nearest(name, self.all_tasks))
+        self.found: dict[str, Any] = {}
+
+    def load(self, task_list: Any) -> Any:
+        try:
+            self.found = super().load(task_list)
+        except UnmaskError:
+            raise
+        except (OSError, ValueError) as error:  # of the library datasets, for files that are missing or malformed
+            where = ", ".join(map(str, task_list))
+            remedy = "Check the task's `dataset_path` and `data_files`, or the network"
+            raise DataError(f"its data cannot be read: {first_line(error)}", where=where, remedy=remedy) from error
+        return self.found
+
+
+def evaluate_with_harness(
+    lm: DiffusionLM,
+    tasks: Sequence[str],
+    *,
+    include_path: str | Path | None = None,
+    samples: int | None = None,
+    estimator: Estimator | None = None,
+    sampler: SamplerConfig | None = None,
+    **options: Any,
+) -> list[TaskScores]:
+    """Evaluate on tasks of lm-eval.
+
+    Args:
+        tasks: names of tasks, groups and tags, or task files.
+        include_path: a folder with more task files.
+        samples, estimator: as of `HarnessLM`.
+        sampler: for generated texts, where a task does not say otherwise; its seed is also that of the masks.
+        options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
+
+    Returns:
+        Each task in turn, then the groups; in a process other than the first, nothing.
+
+    Raises:
+        ConfigError: an unknown task or option, or an option that none of the tasks obeys.
+        DataError: missing data, or a chat template is asked for where there is none.
+    """
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigError(f"unknown option {name!r}", where="lm-eval", remedy=did_you_mean(name, OPTIONS))
+    given = OPTIONS | options
+    manager = _Tasks(tasks, include_path)
+    sampler = sampler or SamplerConfig()
+    settings = {name: getattr(sampler, name) for name in sampler.model_fields_set}
+    likelihood = {} if samples is None else {"samples": samples}
+    model = HarnessLM(lm, estimator=estimator, **likelihood, **settings)
+    loaded = manager.load(list(tasks))
+    _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
+    manager.load = lambda _: loaded  # type: ignore[method-assign]
+    found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
+    if found is None:
+        return []
+    shown = {name: value for name, value in given.items() if name not in ("use_cache", "cache_requests")}
+    protocol = {"harness": f"lm-eval {importlib.metadata.version('lm_eval')}", **model.protocol, **shown}
+    scores = [task_scores(name, task, found, protocol) for name, task in loaded["tasks"].items()]
+    return scores + [group_scores(name, found, protocol) for name in found.get("groups", {})]
+
+
+def _refuse_unread(
+    tasks: dict[str, Any], model: HarnessLM, samples: int | None, estimator: str | None, sampler: SamplerConfig, options: dict[str, Any]
+) -> None:
+    """Raise a ConfigError for an option that no request of these tasks reads."""
+    generates = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
+    measures = [name for name in tasks if name not in generates]
+    read_always = {"seed", "batch_size", "max_batch_tokens", "deterministic"}
+    if not generates:
+        unread = sorted(sampler.model_fields_set - read_always) + ["gen_kwargs"] * bool(options["gen_kwargs"])
+        if unread:
+            raise ConfigError("no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}")
+    unread = [name for name, value in (("samples", samples), ("estimator", estimator)) if value is not None]
+    if unread and not measures:
+        raise ConfigError("no task measures likelihoods", where=unread[0], remedy=f"Leave it out for {', '.join(generates)}")
+    if samples is not None and not model.bounds:
+        raise ConfigError("the likelihood of this model is exact", where="samples", remedy="Leave it out, or set the estimator elbo")
+    if sampler.guidance and measures:
+        what = "likelihoods are computed without guidance"
+        raise ConfigError(what, where="guidance", remedy=f"Leave it out, or evaluate without {', '.join(measures)}")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """`did_you_mean` without the list of thousands of names."""
+    remedy = did_you_mean(name, known)
+    return remedy if remedy.startswith("Did") else "`lm_eval ls tasks` lists them"

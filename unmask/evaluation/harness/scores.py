@@ -1,0 +1,171 @@
+"""The results of lm-eval as `TaskScores`: each metric with its interval over items and its standard error over the random masks.
+
+Shapes: C columns of a metric's values, R resamples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from lm_eval.utils import handle_non_serializable
+
+from unmask.evaluation.harness.answers import LogLikelihood, Text
+from unmask.evaluation.result_file import Item, Metric, TaskScores
+from unmask.evaluation.statistics import group_bootstrap, mean_interval
+
+FLIPS = 50
+"""Draws by which the standard error of a metric is estimated, to about a tenth of it."""
+
+Aggregate = Callable[[list[Any]], float]
+Sample = Mapping[str, Any]
+
+
+def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapping[str, Any]) -> TaskScores:
+    """The scores of one task, from the results of `simple_evaluate` with its samples."""
+    by_filter: dict[str, list[Sample]] = {}
+    for sample in sorted(results["samples"][name], key=lambda sample: sample["doc_id"]):
+        by_filter.setdefault(sample["filter"], []).append(sample)
+    metrics, scores = {}, dict[int, dict[str, float]]()
+    for filter_name, samples in by_filter.items():
+        errors = _mask_errors(task, samples)
+        for metric in dict.fromkeys(metric for sample in samples for metric in sample["metrics"]):
+            title = metric if filter_name == "none" else f"{metric}, {filter_name}"
+            found = [sample for sample in samples if metric in sample["metrics"]]
+            aggregate = _aggregate(task, metric)
+            low, high = _interval(aggregate, [sample[metric] for sample in found], [_group(sample) for sample in found])
+            metrics[title] = Metric(
+                mean=float(results["results"][name][f"{metric},{filter_name}"]),
+                low=low,
+                high=high,
+                standard_error=errors.get(metric),
+                higher_is_better=bool(results["higher_is_better"][name].get(metric, True)),
+            )
+            for sample in found:
+                scores.setdefault(sample["doc_id"], {})[title] = float(aggregate([sample[metric]]))
+    first = next(iter(by_filter.values()))
+    items = [_item(sample, scores.get(sample["doc_id"], {})) for sample in first]
+    digest = hashlib.sha256("".join(sample["doc_hash"] for sample in first).encode()).hexdigest()
+    config = json.loads(json.dumps(results["configs"][name], default=handle_non_serializable))
+    own = {"harness_task": config, "version": results["versions"][name], "shots": results["n-shot"][name], "data": digest}
+    return TaskScores(task=name, protocol={**protocol, **own}, metrics=metrics, statuses={"ok": len(items)}, items=items)
+
+
+def group_scores(name: str, results: Mapping[str, Any], protocol: Mapping[str, Any]) -> TaskScores:
+    """The scores that lm-eval aggregates over the tasks of a group."""
+    numbers = {key: value for key, value in results["groups"][name].items() if "," in key and isinstance(value, int | float)}
+    metrics = {key.removesuffix(",none").replace(",", ", "): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
+    return TaskScores(task=name, protocol={**protocol, "tasks": list(results["group_subtasks"].get(name, []))}, metrics=metrics)
+
+
+def _aggregate(task: Any, metric: str) -> Aggregate:
+    found: Aggregate = task.aggregation().get(metric, np.mean)
+    return found
+
+
+def _group(sample: Sample) -> str:
+    """Equal documents are not independent."""
+    return str(sample["doc_hash"])[:16]
+
+
+def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tuple[float | None, float | None]:
+    """The bounds of a metric that is a function of the mean of its values (perplexity: of the sums of log-likelihoods and of words), by
+    the bootstrap; None for any other metric."""
+    try:
+        values_NC = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
+    except (TypeError, ValueError):  # texts, or values of different lengths
+        return None, None
+
+    def of_means(mean_C: np.ndarray) -> float:
+        return float(aggregate([mean_C[0] if len(mean_C) == 1 else tuple(mean_C)]))
+
+    with np.errstate(all="ignore"):
+        try:
+            by_means, whole = of_means(values_NC.mean(0)), float(aggregate(list(values)))
+        except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # one that refuses a mean is no function of it
+            return None, None
+        if not math.isclose(by_means, whole, rel_tol=1e-9, abs_tol=1e-12):
+            return None, None
+        if values_NC.shape[1] == 1 and set(values_NC[:, 0]) <= {0.0, 1.0} and by_means == values_NC.mean():
+            interval = mean_interval(values_NC[:, 0].tolist(), groups)
+        else:
+            ones_N1 = np.ones((len(values), 1))
+            interval = group_bootstrap(np.hstack([values_NC, ones_N1]), lambda sums_RC: _of_sums(of_means, sums_RC), groups, samples=2000)
+    bounds = (interval.low, interval.high)
+    return bounds if all(map(math.isfinite, bounds)) else (None, None)
+
+
+def _of_sums(of_means: Callable[[np.ndarray], float], sums_RC: np.ndarray) -> np.ndarray:
+    return np.array([of_means(sums_C[:-1] / sums_C[-1]) for sums_C in sums_RC])
+
+
+def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None]:
+    """The standard error of each metric over the random masks; none if likelihoods are exact or if texts are generated.
+
+    The differences of which a log-likelihood's error is known are added to it with random signs, the same for all choices of a question,
+    whose masks are the same: its mean, its variance, and its covariance with other choices are then those of the estimate. The task scores
+    each of these draws; the standard deviation of a metric over them is its standard error.
+    """
+    noisy = [sample for sample in samples if any(_differences(response) for response in sample["filtered_resps"])]
+    if not noisy:
+        return {}
+    known = all(math.isfinite(x) for sample in noisy for response in sample["filtered_resps"] for x in _differences(response))
+    names = dict.fromkeys(metric for sample in samples for metric in sample["metrics"])
+    if not known:
+        return dict.fromkeys(names)
+    rng, drawn = np.random.default_rng(0), {name: list[float]() for name in names}
+    is_noisy = {id(sample) for sample in noisy}
+    for _ in range(FLIPS):
+        values: dict[str, list[Any]] = {name: [] for name in names}
+        for sample in samples:
+            scored: Mapping[str, Any] = sample
+            if id(sample) in is_noisy:
+                width = max(len(_differences(response)) for response in sample["filtered_resps"])
+                signs = rng.choice((-1.0, 1.0), size=width)
+                scored = task.process_results(sample["doc"], [_moved(response, signs) for response in sample["filtered_resps"]])
+            for name in sample["metrics"]:
+                values[name].append(scored[name])
+        for name in names:
+            drawn[name].append(float(_aggregate(task, name)(values[name])))
+    return {name: float(np.std(numbers, ddof=1)) for name, numbers in drawn.items()}
+
+
+def _differences(response: Any) -> tuple[float, ...]:
+    """Of an answer to `loglikelihood` (a pair), to `loglikelihood_rolling` (a number), or to `generate_until` (a text: none)."""
+    value = response[0] if isinstance(response, tuple | list) and response else response
+    return value.differences if isinstance(value, LogLikelihood) else ()
+
+
+def _moved(response: Any, signs: np.ndarray) -> Any:
+    return (response[0].moved(signs), *response[1:]) if isinstance(response, tuple | list) else response.moved(signs)
+
+
+def _item(sample: Sample, scores: dict[str, float]) -> Item:
+    arguments, answers = sample["arguments"], [answer for responses in sample["resps"] for answer in responses]
+    texts = [answer for answer in answers if isinstance(answer, str)]
+    work = [text for text in texts if isinstance(text, Text)]
+    details: dict[str, Any] = {"target": json.loads(json.dumps(sample["target"], default=handle_non_serializable))}
+    if not texts:
+        details["log_likelihoods"] = [_likelihood(own, responses[0]) for own, responses in zip(arguments, sample["resps"], strict=True)]
+    return Item(
+        id=str(sample["doc_id"]),
+        group=_group(sample),
+        scores=scores,
+        prompt=arguments[0][0],
+        completions=[str(text) for text in texts],
+        tokens=sum(text.tokens for text in work),
+        steps=sum(text.steps for text in work),
+        passes=sum(text.passes for text in work),
+        details=details,
+    )
+
+
+def _likelihood(arguments: Sequence[Any], response: Any) -> dict[str, Any]:
+    value, rest = (response[0], response[1:]) if isinstance(response, tuple | list) else (response, ())
+    error = value.standard_error if isinstance(value, LogLikelihood) else 0.0
+    found = {"log_likelihood": float(value), "standard_error": error if math.isfinite(error) else None}
+    return found | ({"continuation": arguments[1]} if len(arguments) > 1 else {}) | ({"greedy": bool(rest[0])} if rest else {})

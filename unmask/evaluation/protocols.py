@@ -1,0 +1,153 @@
+"""The protocols of authors: how they evaluated their models, task by task. Each is a file of data in `protocols/` with its sources.
+
+Where an author's code and text differ, the code is the default, the text a variant, and `Protocol.differences` says so.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from unmask.config.base import Config
+from unmask.config.run import SamplerConfig
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError, did_you_mean
+from unmask.models.diffusion_lm import DiffusionLM
+
+FILES = Path(__file__).parent / "protocols"
+RULES = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
+"""The settings that say how many tokens a step reveals: one replaces another."""
+
+
+class Protocol(Config):
+    """How the authors of a model evaluated it on a task."""
+
+    name: str
+    task: str
+    variant: str | None = None
+    """Of the authors' settings; None: those of their evaluation code."""
+    model: str
+    """The model that they evaluated, by its hub id."""
+    sources: list[str] = Field(min_length=1)
+    """Addresses of the files that the settings are from, by commit."""
+    differences: list[str]
+    """Where code and text differ, and what differs here."""
+    shots: int = Field(ge=0)
+    """Examples in the prompt."""
+    template: bool
+    """Whether prompts are conversations in the model's chat template."""
+    multiturn: bool = False
+    """Whether each example is a turn of its own in the conversation."""
+    add_bos: bool = False
+    """Whether the prompt begins with BOS."""
+    prefill: str = ""
+    """The text that begins the answer, given with the prompt."""
+    ignore_until: bool = False
+    """Whether the task's stop strings are ignored."""
+    likelihood_samples: int | None = Field(default=None, ge=1)
+    """Masks per likelihood (`mc_num`); None: answers are generated."""
+    guidance: float = Field(default=0.0, ge=0)
+    """The scale of classifier-free guidance (`cfg`), for likelihoods too."""
+    logits_eos_inf: bool = False
+    """Whether EOS is never produced."""
+    confidence_eos_eot_inf: bool = False
+    """Whether end tokens are revealed last."""
+    generation: dict[str, Any] | None = None
+    """Settings of `SamplerConfig`; None: the task is scored by likelihood."""
+
+    def sampler(self, lm: DiffusionLM, given: Mapping[str, Any] | None = None) -> SamplerConfig:
+        """The settings to generate with.
+
+        Args:
+            lm: its end tokens are those of the rules about them.
+            given: settings of the user, by the names of `SamplerConfig`. They win.
+
+        Raises:
+            ConfigError: the task is scored by likelihood, the model has no end token, or settings contradict one another.
+        """
+        return SamplerConfig(**_over(self._settings(lm), given or {}))
+
+    def replaced(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What `given` changes, for the result: by setting the protocol's value and the one that is used. Errors as `sampler`."""
+        ours, used = self.sampler(lm).model_dump(), self.sampler(lm, given).model_dump()
+        return {name: {"protocol": value, "used": used[name]} for name, value in ours.items() if value != used[name]}
+
+    def _settings(self, lm: DiffusionLM) -> dict[str, Any]:
+        where = f"protocol {self.name}"
+        if self.generation is None:
+            raise ConfigError(f"the answers of {self.task} are scored by likelihood", where=where, remedy="Choose a task that generates")
+        if (self.logits_eos_inf or self.confidence_eos_eot_inf) and lm.eos_token_id is None:
+            remedy = "Give the tokenizer an EOS token, or choose another protocol"
+            raise ConfigError("has rules about end tokens, and the model has none", where=where, remedy=remedy)
+        settings: dict[str, Any] = {**self.generation, "guidance": self.guidance}
+        if self.logits_eos_inf:
+            settings["forbidden_tokens"] = [lm.eos_token_id]
+        if self.confidence_eos_eot_inf:
+            settings["reveal_last"] = list(lm.eos_token_ids)
+        return settings
+
+
+def protocol_names() -> list[str]:
+    """The names of all protocols."""
+    return sorted(path.stem for path in FILES.glob("*.yaml"))
+
+
+def protocol_tasks(name: str) -> dict[str, list[str]]:
+    """The tasks of a protocol, each with the names of its variants. Raises ConfigError if the name is unknown."""
+    content = _read(name)
+    return {task: sorted(_merged(content["defaults"], values)["variants"]) for task, values in content["tasks"].items()}
+
+
+def read_protocol(name: str, task: str) -> Protocol:
+    """The protocol `name` (or `name/variant`) for a task.
+
+    Args:
+        task: its name there; those of lm-eval's subtasks are known too (`mmlu_anatomy` is of `mmlu`).
+
+    Raises:
+        ConfigError: an unknown protocol, task or variant; the remedy has the nearest name.
+    """
+    name, _, variant = name.partition("/")
+    content = _read(name)
+    tasks = content["tasks"]
+    found = task if task in tasks else next((key for key, values in tasks.items() if re.fullmatch(values.get("also", ""), task)), None)
+    if found is None:
+        raise ConfigError(f"has no task {task!r}", where=f"protocol {name}", remedy=did_you_mean(task, tasks))
+    values = _merged(content["defaults"], tasks[found])
+    variants = values["variants"]
+    if variant and variant not in variants:
+        what = f"has no variant {variant!r} of the task {found}"
+        remedy = did_you_mean(variant, variants) if variants else "Leave the variant out"
+        raise ConfigError(what, where=f"protocol {name}", remedy=remedy)
+    if variant:
+        values = _merged(values, variants[variant])
+    if values.get("likelihood_samples"):
+        values["generation"] = None
+    about = {key: content[key] for key in ("model", "sources", "differences")}
+    own = {key: value for key, value in values.items() if key not in ("variants", "also")}
+    return Protocol(**about, **own, name=name, task=found, variant=variant or None)
+
+
+def _read(name: str) -> dict[str, Any]:
+    if name not in (names := protocol_names()):
+        raise ConfigError(f"there is no protocol {name!r}", where="protocol", remedy=did_you_mean(name, names))
+    path = FILES / f"{name}.yaml"
+    content: dict[str, Any] = parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    return content
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of both; those above win, in `generation` and `variants` one by one."""
+    generation = _over(below.get("generation", {}), above.get("generation", {}))
+    return {**below, **above, "generation": generation, "variants": {**below.get("variants", {}), **above.get("variants", {})}}
+
+
+def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of both; those above win, and a rule for the number of tokens replaces another."""
+    if any(above.get(rule) is not None for rule in RULES):
+        below = {name: value for name, value in below.items() if name not in RULES}
+    return {**below, **above}
