@@ -45,7 +45,8 @@ def test_each_point_has_its_sampler_and_its_speed(model, tmp_path):
     for part in result.tasks:
         assert part.metrics["tokens per pass"].mean == part.total("tokens") / part.total("passes")
     assert labels(result.tasks) == ["sudoku, steps 2", "sudoku, steps 17"] == list(result.times["tasks"])
-    assert "sudoku, steps 17" in shown and "AUP" in shown and f"{area_under(result.tasks):.1f}" in " ".join(shown.split())
+    words = " ".join(shown.split())
+    assert f"sudoku, AUP {area_under(result.tasks):.1f}" in words and "steps 17" in words and "6 malformed" in words
     assert "the same scores and items" in evaluate("--rerun", output)
 
 

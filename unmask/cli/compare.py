@@ -29,8 +29,9 @@ def compare(
     results = read_named(files)
     first = results[0].name if results else ""
     comparison = compare_results(results)
-    head = ["task", "metric", "result", "items", first, "then", "difference", "p", "p (Holm)", ""]
-    show_table(difference_rows(comparison), title=f"differences from {first}", head=head)
+    after = [results[1].name] if len(results) == 2 else ["result", "then"]
+    head = ["", first, *after, "difference", "p (Holm)", ""]
+    show_table(difference_rows(comparison, several=len(results) > 2), title=f"differences from {first}", head=head)
     for line in shared_lines(comparison, first):
         typer.echo(line)
     if settings := setting_rows(comparison):

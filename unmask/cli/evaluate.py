@@ -52,13 +52,13 @@ def evaluate(
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     accept_unsandboxed_code(accept_unsandboxed)
     from unmask.commands.evaluate import evaluate as run_evaluation
-    from unmask.evaluation.comparison import labels
 
     result = run_evaluation(model, evaluation, sampler, output)
-    for name, scores in zip(labels(result.tasks), result.tasks, strict=True):
-        show_scores(scores, f"{model.path}: {name}", result.times["tasks"][name]["tokens_per_second"])
     if evaluation.curve:
         show_curve(result.tasks, model.path)
+        return
+    for scores in result.tasks:
+        show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
 
 
 def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None) -> None:
@@ -75,11 +75,17 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
 def show_curve(tasks: list[TaskScores], title: str) -> None:
     """Print the points of each task's curve, and the area under it."""
     from unmask.evaluation.comparison import labels
-    from unmask.evaluation.curve import area_under
+    from unmask.evaluation.curve import SPEEDS, area_under
 
     for task in dict.fromkeys(scores.task for scores in tasks):
         points = [scores for scores in tasks if scores.task == task]
-        names = [label.removeprefix(f"{task}, ") for label in labels(points)]
-        columns = ("solved", "passes", "tokens per pass")
-        rows = [[name, *(point.metrics[column].shown() for column in columns)] for name, point in zip(names, points, strict=True)]
-        show_table(rows, title=f"{title}: {task}, AUP {area_under(points):.1f}", head=["", *columns])
+        rows = [
+            [
+                name.removeprefix(f"{task}, "),
+                point.metrics["solved"].shown(),
+                *(f"{point.metrics[speed].mean:.4g}" for speed in SPEEDS),
+                ", ".join(f"{count} {status}" for status, count in point.statuses.items()),
+            ]
+            for name, point in zip(labels(points), points, strict=True)
+        ]
+        show_table(rows, title=f"{title}: {task}, AUP {area_under(points):.1f}", head=["", "solved", *SPEEDS, "answers"])

@@ -27,11 +27,12 @@ def _tail(path: Path, parts: int) -> str:
     return str(Path(*path.parts[-parts:]).with_suffix(""))
 
 
-def difference_rows(comparison: Comparison) -> list[list[str]]:
-    """A row of the table for each difference."""
+def difference_rows(comparison: Comparison, *, several: bool) -> list[list[str]]:
+    """A row of the table for each difference; with `several` results after the first each names its own."""
     return [
-        [each.task, each.metric, each.other, str(each.items), *_values(each), f"{each.p_value:.2g}", f"{each.adjusted:.2g}", each.verdict]
+        [f"{each.task}: {each.metric}", before, *([each.other] if several else []), after, change, f"{each.adjusted:.2g}", each.verdict]
         for each in comparison.differences
+        for before, after, change in [_values(each)]
     ]
 
 

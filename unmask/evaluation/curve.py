@@ -18,6 +18,8 @@ from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interva
 
 SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
 """The settings of a sampler that trade quality for speed."""
+SPEEDS = ("passes", "tokens per pass")
+"""The metrics that `with_speed` adds."""
 PENALTY, TOLERATED = 3.0, 5.0  # of AUP: alpha, and the points of accuracy that a curve may lose
 AREA_RESAMPLES = 2_000
 
@@ -44,7 +46,8 @@ def with_speed(scores: TaskScores) -> TaskScores:
     passes = mean_interval([float(item.passes) for item in scores.items], groups)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
     parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
-    metrics = {"passes": _metric(passes, higher_is_better=False), "tokens per pass": _metric(parallelism, higher_is_better=True)}
+    speeds = _metric(passes, higher_is_better=False), _metric(parallelism, higher_is_better=True)
+    metrics = dict(zip(SPEEDS, speeds, strict=True))
     return scores.model_copy(update={"metrics": scores.metrics | metrics})
 
 

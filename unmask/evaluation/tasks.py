@@ -176,26 +176,10 @@ def evaluate_task(
         ConfigError: as `check_text_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
-    sampler, name_in_log = sampler_for(task, rows, sampler), part or task.name
+    sampler = sampler_for(task, rows, sampler)
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    ids = item_ids(rows)
-    found = {} if log is None else log.finished(name_in_log)
-    asked = [n for n, name in enumerate(ids) if name not in found]
-    keys = _keys(lm, rows, ids)
-    at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
-    for number in range(0, len(asked), at_once):
-        chosen = asked[number : number + at_once]
-        if log is not None:
-            chosen = log.share(chosen)
-        own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
-        items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
-        if log is not None:
-            log.add(name_in_log, items)
-        found |= {item.id: item for item in items}
-    if log is not None:
-        found = log.gather(name_in_log)
-    items = [found[name] for name in ids]
+    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name)
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
@@ -217,6 +201,36 @@ def _text_scores(
         judge=judge,
     )
     return text_metrics(metrics, written)
+
+
+def _items(
+    lm: DiffusionLM,
+    task: Task,
+    rows: Sequence[Mapping[str, Any]],
+    sampler: SamplerConfig,
+    attempts: int,
+    pass_at: Sequence[int],
+    log: ItemLog | None,
+    part: str,
+) -> list[Item]:
+    """The items of all rows; those that the log does not have are computed, by this process or another one."""
+    ids = item_ids(rows)
+    found = {} if log is None else log.finished(part)
+    asked = [n for n, name in enumerate(ids) if name not in found]
+    keys = _keys(lm, rows, ids)
+    at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
+    for number in range(0, len(asked), at_once):
+        chosen = asked[number : number + at_once]
+        if log is not None:
+            chosen = log.share(chosen)
+        own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
+        items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
+        if log is not None:
+            log.add(part, items)
+        found |= {item.id: item for item in items}
+    if log is not None:
+        found = log.gather(part)
+    return [found[name] for name in ids]
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
