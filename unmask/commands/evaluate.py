@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -53,9 +53,19 @@ class Processes:
             PartialState().destroy_process_group()
 
 
-def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None = None) -> EvaluationResult:
+Harness = Callable[..., list[TaskScores]]
+"""`unmask.evaluation.harness.evaluate_with_harness`, whose library is optional."""
+
+
+def evaluate(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None = None,
+    harness: Callable[[], Harness] | None = None,
+) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
-    evaluation goes on.
+    evaluation goes on. `harness` imports what runs tasks of lm-eval.
 
     Raises:
         ConfigError: an unknown task, or settings that do not fit one another.
@@ -65,6 +75,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     processes = Processes.of_launcher(model.device)
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
+    with_harness = harness() if harness is not None and evaluation.lm_eval else None
     problems = {name: _problems(evaluation, get_task(name), sampler) for name in evaluation.tasks}
     lm = load(model.path, **model.load_arguments())
     for name, rows in problems.items():
@@ -86,6 +97,9 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     if evaluation.likelihood:
         parts.append(_likelihood(lm, evaluation, sampler.seed))
         seconds["likelihood"] = time.perf_counter() - start
+    if with_harness is not None:
+        parts += _of_harness(with_harness, lm, evaluation, sampler)
+        seconds |= dict.fromkeys((part.task for part in parts), time.perf_counter() - start)
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(parts, seconds, log)}
     result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=parts, environment=environment(lm), times=times)
@@ -127,12 +141,27 @@ def _scores(
 
 def _likelihood(lm: DiffusionLM, evaluation: EvaluationConfig, seed: int) -> TaskScores:
     data = str(evaluation.likelihood)
-    found = likelihood_of_file(lm, data, evaluation.rows, evaluation.estimator, evaluation.samples, seed)
+    samples = evaluation.samples or 32
+    found = likelihood_of_file(lm, data, evaluation.rows, evaluation.estimator, samples, seed)
     metrics = {"nats per token": Metric(mean=found.pop("nats per token"), higher_is_better=False)}
-    return TaskScores(task="likelihood", protocol={"data": data, "samples": evaluation.samples, "seed": seed, **found}, metrics=metrics)
+    return TaskScores(task="likelihood", protocol={"data": data, "samples": samples, "seed": seed, **found}, metrics=metrics)
 
 
-def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
+def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+    return harness(
+        lm,
+        evaluation.harness_tasks,
+        include_path=evaluation.include_path,
+        samples=evaluation.samples,
+        estimator=evaluation.estimator,
+        sampler=sampler,
+        limit=evaluation.rows,
+        num_fewshot=evaluation.shots or None,
+        apply_chat_template=evaluation.style == "chat",
+    )
+
+
+def rerun(path: Path, harness: Callable[[], Harness] | None = None) -> tuple[EvaluationResult, EvaluationResult]:
     """The result of a file, and that of the same evaluation today."""
     before = read_result(path)
     if not before.arguments:
@@ -141,7 +170,7 @@ def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
     if model.get("trust_remote_code"):
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler))
+    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler), harness=harness)
 
 
 def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
