@@ -14,7 +14,15 @@ from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import show_table
 
 if TYPE_CHECKING:
+    from unmask.commands.evaluate import Harness
     from unmask.evaluation.result_file import TaskScores
+
+
+def import_harness() -> Harness:
+    """Import lm-eval, which is optional."""
+    from unmask.evaluation.harness import evaluate_with_harness
+
+    return evaluate_with_harness
 
 
 def rerun_and_exit(path: Path | None) -> None:
@@ -23,7 +31,7 @@ def rerun_and_exit(path: Path | None) -> None:
         return
     from unmask.commands.evaluate import differences, rerun
 
-    scores, circumstances = differences(*rerun(path))
+    scores, circumstances = differences(*rerun(path, import_harness))
     if scores:
         show_table(scores, title="what differs", head=["", "in the file", "now"])
     if circumstances:
@@ -47,13 +55,13 @@ def evaluate(
         typer.Option(metavar="FILE", is_eager=True, callback=rerun_and_exit, help="Run a result file again, and say what differs."),
     ] = None,
 ) -> None:
-    """Measure a model on tasks, or the likelihood of a text."""
+    """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
     if output:
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     accept_unsandboxed_code(accept_unsandboxed)
     from unmask.commands.evaluate import evaluate as run_evaluation
 
-    result = run_evaluation(model, evaluation, sampler, output)
+    result = run_evaluation(model, evaluation, sampler, output, import_harness)
     if evaluation.curve:
         show_curve(result.tasks, model.path)
         return
@@ -66,7 +74,7 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     figures = {name: metric.shown() for name, metric in scores.metrics.items()} | {name: f"{n:,}" for name, n in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
-    else:
+    elif scores.total("passes"):
         figures |= {f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}" for name in ("tokens", "steps", "passes")}
         figures["tokens per second"] = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.4g}"
     show_table(figures.items(), title=title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,9 +62,19 @@ class Processes:
             PartialState().destroy_process_group()
 
 
-def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None = None) -> EvaluationResult:
+Harness = Callable[..., list[TaskScores]]
+"""`unmask.evaluation.harness.evaluate_with_harness`, whose library is optional."""
+
+
+def evaluate(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None = None,
+    harness: Callable[[], Harness] | None = None,
+) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
-    evaluation goes on.
+    evaluation goes on. `harness` imports what runs tasks of lm-eval.
 
     Raises:
         ConfigError: an unknown task, or settings that do not fit one another.
@@ -75,6 +85,7 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
     parts = _parts(evaluation, sampler)
+    with_harness = harness() if harness is not None and evaluation.lm_eval else None
     lm = load(model.path, **model.load_arguments())
     for part in parts.values():
         check_evaluation(lm, part.task, part.rows, part.sampler)
@@ -95,9 +106,13 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
         scores[name] = _scores(lm, evaluation, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
-        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples, sampler.seed)
+        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
         scores["likelihood"] = found
         seconds["likelihood"] = time.perf_counter() - start
+    if with_harness is not None:
+        of_harness = {found.task: found for found in _of_harness(with_harness, lm, evaluation, sampler)}
+        scores |= of_harness
+        seconds |= dict.fromkeys(of_harness, time.perf_counter() - start)
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(scores, seconds, log)}
     tasks = list(scores.values())
@@ -155,7 +170,21 @@ def _scores(
     return with_speed(scores) if evaluation.curve else scores
 
 
-def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
+def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+    return harness(
+        lm,
+        evaluation.harness_tasks,
+        include_path=evaluation.include_path,
+        samples=evaluation.samples,
+        estimator=evaluation.estimator,
+        sampler=sampler,
+        limit=evaluation.rows,
+        num_fewshot=evaluation.shots or None,
+        apply_chat_template=evaluation.style == "chat",
+    )
+
+
+def rerun(path: Path, harness: Callable[[], Harness] | None = None) -> tuple[EvaluationResult, EvaluationResult]:
     """The result of a file, and that of the same evaluation today."""
     before = read_result(path)
     if not before.arguments:
@@ -164,7 +193,7 @@ def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:
     if model.get("trust_remote_code"):
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler))
+    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler), harness=harness)
 
 
 def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:

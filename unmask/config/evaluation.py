@@ -41,23 +41,39 @@ class EvaluationConfig(Config):
     """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
     """Instead of a task: the file whose documents' likelihood is measured."""
+    lm_eval: list[str] | None = None
+    """Instead of a task: tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in lm-eval."""
+    include_path: str | None = None
+    """A folder with more task files of lm-eval."""
     estimator: Literal["elbo", "exact"] | None = None
-    """The estimator of `likelihood`; unset: exact for a causal model, else elbo."""
-    samples: int = Field(default=32, ge=1)
-    """Forward passes per document of the elbo."""
+    """The estimator of likelihoods; unset: exact for a causal model and blocks of at most 4 tokens, else elbo."""
+    samples: int | None = Field(default=None, ge=1)
+    """Noised views per likelihood of the elbo; unset: 32 for a document, 128 for a request of lm-eval."""
 
     def model_post_init(self, _: object) -> None:
-        if bool(self.task) == (self.likelihood is not None):
-            raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
+        if bool(self.task) + bool(self.lm_eval) + (self.likelihood is not None) != 1:
+            remedy = "Give either --task or --likelihood, or --lm-eval"
+            raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy=remedy)
         if (self.metric or self.judge) and self.likelihood:
             raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
         if self.curve and self.likelihood:
             raise ConfigError("a likelihood has no sampler", where="--curve", remedy="Leave it out, or give --task")
+        if self.include_path is not None and not self.lm_eval:
+            raise ConfigError("only lm-eval reads task files", where="--include-path", remedy="Leave it out, or give --lm-eval")
+        unread = {name: getattr(self, name) for name in ("data", "metric", "judge", "curve", "pass_at")} | {"attempts": self.attempts > 1}
+        if self.lm_eval and (given := [name for name, value in unread.items() if value]):
+            remedy = "Leave it out: the task's file says what it is"
+            raise ConfigError("is not read by tasks of lm-eval", where=f"--{given[0].replace('_', '-')}", remedy=remedy)
 
     @property
     def tasks(self) -> list[str]:
         """The names of the tasks, each once."""
-        return list(dict.fromkeys(name.strip() for names in self.task or [] for name in names.split(",")))
+        return _names(self.task)
+
+    @property
+    def harness_tasks(self) -> list[str]:
+        """The names of the tasks of lm-eval, each once."""
+        return _names(self.lm_eval)
 
     @property
     def ks(self) -> list[int]:
@@ -82,3 +98,7 @@ class EvaluationConfig(Config):
                 remedy = f"Write NAME={text}, with NAME one of {', '.join(self.tasks)}"
                 raise ConfigError("does not say which task it belongs to", where=f"data {text}", remedy=remedy)
         return found
+
+
+def _names(texts: list[str] | None) -> list[str]:
+    return list(dict.fromkeys(name.strip() for names in texts or [] for name in names.split(",")))

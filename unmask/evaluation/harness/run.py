@@ -74,7 +74,8 @@ def evaluate_with_harness(
         tasks: names of tasks, groups and tags, or task files.
         include_path: a folder with more task files.
         samples, estimator: as of `HarnessLM`.
-        sampler: for generated texts, where a task does not say otherwise; its seed is also that of the masks.
+        sampler: what differs from its defaults is used for generated texts, where a task does not say otherwise; its seed is also that
+            of the masks.
         options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
@@ -90,7 +91,7 @@ def evaluate_with_harness(
     given = OPTIONS | options
     manager = _Tasks(tasks, include_path)
     sampler = sampler or SamplerConfig()
-    settings = {name: getattr(sampler, name) for name in sampler.model_fields_set}
+    settings = sampler.model_dump(exclude_defaults=True)
     likelihood: dict[str, Any] = {} if samples is None else {"samples": samples}
     model = HarnessLM(lm, estimator=estimator, **likelihood, **settings)
     loaded = manager.load(list(tasks))
@@ -111,9 +112,9 @@ def _refuse_unread(
     """Raise a ConfigError for an option that no request of these tasks reads."""
     generates = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
     measures = [name for name in tasks if name not in generates]
-    read_always = {"seed", "batch_size", "max_batch_tokens", "deterministic"}
     if not generates:
-        unread = sorted(sampler.model_fields_set - read_always) + ["gen_kwargs"] * bool(options["gen_kwargs"])
+        set_anyway = {"seed", "batch_size", "max_batch_tokens", "deterministic"}
+        unread = sorted(sampler.model_dump(exclude_defaults=True, exclude=set_anyway)) + ["gen_kwargs"] * bool(options["gen_kwargs"])
         if unread:
             raise ConfigError("no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}")
     unread = [name for name, value in (("samples", samples), ("estimator", estimator)) if value is not None]
