@@ -55,8 +55,10 @@ def read_file(path: str | Path) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            raise FileExistsError(errno.EEXIST, "it is not a regular file", str(path))
         if found.st_size > MAX_FILE:
             raise OSError(errno.EFBIG, f"it has more than {MAX_FILE:,} bytes", str(path))
         with open(descriptor, encoding="utf-8", closefd=False) as file:

@@ -14,6 +14,7 @@ from tests.training.tiny_runs import unmask
 from tests.walks.walking import walk
 from unmask.artifacts import MetricsLog
 from unmask.config.yaml import parse_yaml
+from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 
 ROW = {
@@ -96,7 +97,7 @@ def test_training_logs_evaluates_and_saves(project, stories):
     assert "solved" in measured.stdout
     Path("gsm8k.jsonl").write_text(json.dumps({"question": ROW["prompt"], "answer": f"{ROW['chosen']}\n#### 30"}))
     walk("evaluate", "out/model", "--task", "gsm8k", "--data", "gsm8k.jsonl", "--max-new-tokens", "8", "--output", "gsm8k.json")
-    assert json.loads(Path("gsm8k.json").read_text())["rows"] == 1
+    assert len(read_result("gsm8k.json").tasks[0].items) == 1
 
 
 def test_what_goes_wrong_is_told_in_one_line(project, stories):
