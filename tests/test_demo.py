@@ -25,7 +25,12 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
     names = list(DESCRIPTIONS)
     assert list(report.entries) == names
     charts = [(series.name, chart.title) for chart in report.charts() for series in chart.series]
-    losses = [("pretrain", "loss"), ("convert", "cross entropy"), ("sft", "cross entropy"), ("dpo", "loss"), ("grpo", "reward")]
+    losses = [
+        ("pretrain", "pretrain: cross entropy"),
+        ("convert", "convert: cross entropy"),
+        ("dpo", "dpo: loss"),
+        ("grpo", "grpo: reward"),
+    ]
     assert set(losses) <= set(charts)
     tables = {block.caption: block for section in report.sections for block in section.blocks if isinstance(block, Table)}
     assert [row[0].text for row in tables["What was run"].groups[0][1]] == names

@@ -51,6 +51,11 @@ URLS = {
         f"{service}{'a1B2' * 9}": f"{service}{MASK}"
         for service in ("github_pat_", "glpat-", "xoxb-", "nvapi-", "gsk_", "r8_", "pypi-AgE", "AIza", "sk-", "ghp_")
     },
+    f"npm_{TOKEN[3:]} and bearer {TOKEN[3:]}": f"npm_{MASK} and bearer {MASK}",
+    f"https://hooks.slack.com/services/T0/B0/{SECRET[:6]}": f"https://hooks.slack.com/services/{MASK}",
+    "Authorization: Basic bWU6czNjcjN0LXA0c3M=": f"Authorization: Basic {MASK}",
+    f"http://h/?pwd={SECRET}": f"http://h/?pwd={MASK}",
+    "a basic straightforward-approach": "a basic straightforward-approach",
     "r8_alpha16_dropout_05_long_name": "r8_alpha16_dropout_05_long_name",
     "git@host.com:2/a b:c@d ratio 3:4@5": "git@host.com:2/a b:c@d ratio 3:4@5",
     "pypi-publish-workflow-name": "pypi-publish-workflow-name",

@@ -9,8 +9,8 @@ from typing import Any
 
 MASK = "********"
 NAMES = (
-    r"(?:(?:hub|hf|auth|access|bearer|session|security|refresh)[_-]?token|(?:api|private|access)[_-]?key(?:[_-]?id)?|secret(?:[_-]?key)?"
-    r"|password|passwd|passphrase|authorization|cookies?|credentials?)"
+    r"(?:(?:hub|hf|auth|access|bearer|session|security|refresh|id)[_-]?token|(?:api|private|access|ssh|signing|encryption|wandb)[_-]?key(?:[_-]?id)?"
+    r"|secret(?:[_-]?key)?|password|passwd|pwd|passcode|passphrase|bearer|authorization|cookies?|credentials?)"
 )
 SECRET_KEY = re.compile(rf"(?:^|[._-]){NAMES}$|(?:^|\.)token$", re.IGNORECASE)
 ASSIGNED = re.compile(  # within a value in YAML
@@ -19,9 +19,10 @@ ASSIGNED = re.compile(  # within a value in YAML
 PASSWORD = re.compile(r"(?<=:/)(/?[^\s/@:?#]*):(?:[^\s/?#]+|(?!\d+/)[^\s?#@]+)@")  # of a URL, which pathlib may have folded to http:/
 USER = re.compile(r"(\bhttps?:/{1,2})[^\s/@:?#]+@", re.IGNORECASE)
 OF_HOST = re.compile(r"(?<![\w/:.+-])([\w.+-]+):[^\s/@]+@(?=[\w.-]+:\d)")  # user:password@host:port
-PARAMETER = re.compile(r"([?&#][\w.-]*(?:token|key|secret|password|signature|sig|auth|credential)=)[^&\s#'\"]+", re.IGNORECASE)
+PARAMETER = re.compile(r"([?&#][\w.-]*(?:token|key|secret|password|pwd|signature|sig|auth|credential)=)[^&\s#'\"]+", re.IGNORECASE)
 TOKEN = re.compile(
-    r"\b(?:(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|pypi-AgE|Bearer )[\w.-]{16,}|(AIza)[\w-]{30,}"
+    r"\b(?:(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|pypi-AgE|npm_|ya29\.|(?i:bearer) )[\w.-]{16,}|(AIza)[\w-]{30,}"
+    r"|(hooks\.slack\.com/services/|(?i:authorization: basic) )[\w/+=]{8,}"
     r"|(gsk_|r8_)[A-Za-z0-9]{30,}|(A[KS]IA)[A-Z0-9]{16}\b|(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 CONTROL = re.compile(
@@ -51,9 +52,9 @@ def masked(value: Any, key: str = "") -> Any:
 
 
 def masked_argument(argument: str) -> str:
-    """An argument of the command line without secrets: `training.hub_token=...`, a URL."""
-    key, equals, value = argument.partition("=")
-    return f"{key}={MASK}" if equals and value and SECRET_KEY.search(key) else masked_text(ASSIGNED.sub(rf"\1{MASK}", argument))
+    """An argument of the command line without secrets: `training.hub_token=...`, `--hub-token ...`, a URL."""
+    key, separator, value = [*re.split("([= ])", argument, maxsplit=1), "", ""][:3]
+    return f"{key}{separator}{MASK}" if value and SECRET_KEY.search(key) else masked_text(ASSIGNED.sub(rf"\1{MASK}", argument))
 
 
 def find_mask(value: Any, key: str = "") -> str | None:

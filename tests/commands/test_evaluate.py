@@ -43,9 +43,9 @@ def refused(*words: object) -> str:
     return result.stderr
 
 
-def lasting(result: EvaluationResult) -> EvaluationResult:
-    """What two results of the same evaluation share."""
-    return result.model_copy(update={"times": {}, "environment": {}})
+def lasting(result: EvaluationResult, **update: object) -> str:
+    """What two results of the same evaluation share, as it is in their files."""
+    return result.model_copy(update={"times": {}, "environment": {}, **update}).model_dump_json()
 
 
 def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path):
@@ -84,7 +84,11 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
     (tmp_path / "text.txt").write_text("1234\n\n4321\n")
     unmask("evaluate", model, "--likelihood", tmp_path / "text.txt", "--output", tmp_path / "out.json")
     (scores,) = read_result(tmp_path / "out.json").tasks
-    assert scores.metrics["nats per token"].mean > 0 and scores.protocol["estimator"] == "exact"
+    (metric,), (first, second) = scores.metrics.values(), scores.items
+    assert metric.low < metric.mean < metric.high and not metric.higher_is_better and metric.standard_error is None
+    assert (first.prompt, first.details) == ("1234", {"tokens": 4}) and first.id != second.id
+    assert metric.mean == pytest.approx((first.scores["nats per token"] + second.scores["nats per token"]) / 2)
+    assert scores.protocol["estimator"] == "exact" and "seed" not in scores.protocol
     assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
 
 
@@ -182,7 +186,7 @@ def killed_and_resumed(model: str, folder: Path, kills: list[int], rows: int) ->
     unmask(*command, output, "--batch-size", 3)
     straight, resumed = read_result(folder / "straight.json"), read_result(output)
     assert resumed.times["resumed_items"] >= kills[-1]
-    assert lasting(resumed).model_copy(update={"arguments": {}}) == lasting(straight).model_copy(update={"arguments": {}})
+    assert lasting(resumed, arguments={}) == lasting(straight, arguments={})
     assert not log.exists()
 
 

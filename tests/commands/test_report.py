@@ -103,8 +103,8 @@ def test_the_command_writes_the_page_and_pictures(folder):
     made = CliRunner().invoke(app, command)
     assert made.exit_code == 0, made.output
     html = (folder / "out/page.html").read_text()
-    assert "<h1>Mine</h1>" in html and "Curves of plain" in html and len(list((folder / "out/png").glob("*.png"))) == 6
-    assert made.stdout.splitlines() == ["out/page.html: Runs, Curves of plain", "out/png: 6 pictures"]
+    assert "<h1>Mine</h1>" in html and "Curves" in html and len(list((folder / "out/png").glob("*.png"))) == 6
+    assert made.stdout.splitlines() == ["out/page.html: Runs, Curves", "out/png: 6 pictures"]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2 and "--overwrite" in refused.stderr
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0

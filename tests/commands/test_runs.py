@@ -112,7 +112,8 @@ ODD_LOGS = [
     ids=lambda value: str(value)[:60],
 )
 @pytest.mark.filterwarnings("ignore:the (log of|run in) .* is left out:RuntimeWarning")
-def test_whatever_a_record_says_the_other_runs_are_listed(tmp_path, manifest, log):
+def test_whatever_a_record_says_the_other_runs_are_listed(tmp_path, monkeypatch, manifest, log):
+    monkeypatch.setenv("COLUMNS", "300")  # no path is broken over lines
     for name, text in {"good": '{"verb": "sft", "command": "unmask sft"}', "odd": manifest}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)

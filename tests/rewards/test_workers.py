@@ -93,11 +93,12 @@ def test_a_file_may_have_dataclasses_and_pickle_what_it_defines(tmp_path):
 @pytest.mark.parametrize("helper", ["my_helper.py", "my_helper/__init__.py"])
 @pytest.mark.parametrize("target", ["{}/uses.py:f", "uses:f"])
 def test_a_module_beside_it_that_is_not_imported_is_named_with_the_way_out(tmp_path, monkeypatch, target, helper):
-    (tmp_path / "my_helper").mkdir()
+    tmp_path = tmp_path / "my rewards"
+    (tmp_path / "my_helper").mkdir(parents=True)
     (tmp_path / helper).write_text("NUMBER = 7")
     (tmp_path / "uses.py").write_text("import my_helper\nimport absent_module\ndef f(): return my_helper.NUMBER")
     monkeypatch.chdir(tmp_path)
-    target, way_out = target.format(tmp_path), f"PYTHONPATH={tmp_path}"
+    target, way_out = target.format(tmp_path), f"PYTHONPATH='{tmp_path}'"
     with pytest.raises(ConfigError, match=r"No module named 'my_helper'.*PYTHONPATH=.*package") as caught:
         load_function(target)
     assert way_out in caught.value.remedy

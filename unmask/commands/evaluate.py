@@ -17,10 +17,10 @@ from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.curve import curve_samplers, with_speed
+from unmask.evaluation.file_likelihood import file_likelihood
 from unmask.evaluation.item_log import ItemLog
-from unmask.evaluation.likelihood import likelihood_of_file
 from unmask.evaluation.provenance import environment, model_identity
-from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
+from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -85,7 +85,8 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     log = None
     if output is not None and parts:
         protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks}
+        templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
+        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks, **templates}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
     scores: dict[str, TaskScores] = {}
     seconds = {}
@@ -94,7 +95,8 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
         scores[name] = _scores(lm, evaluation, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
-        scores["likelihood"] = _likelihood(lm, evaluation, sampler.seed)
+        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples, sampler.seed)
+        scores["likelihood"] = found
         seconds["likelihood"] = time.perf_counter() - start
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(scores, seconds, log)}
@@ -144,21 +146,13 @@ def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) 
 def _scores(
     lm: DiffusionLM, evaluation: EvaluationConfig, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None
 ) -> TaskScores:
-    task, metrics, sampler = part.task, evaluation.metric or [], part.sampler
-    counts: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks}
-    result = evaluate_task(lm, task, part.rows, sampler, metrics, **counts, log=log, part=name, judge=judge)
+    options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
-    data = masked_text(evaluation.sources.get(task.name, "generated"))
+    data = masked_text(evaluation.sources.get(part.task.name, "generated"))
     judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
     scores = result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
     return with_speed(scores) if evaluation.curve else scores
-
-
-def _likelihood(lm: DiffusionLM, evaluation: EvaluationConfig, seed: int) -> TaskScores:
-    data = str(evaluation.likelihood)
-    found = likelihood_of_file(lm, data, evaluation.rows, evaluation.estimator, evaluation.samples, seed)
-    metrics = {"nats per token": Metric(mean=found.pop("nats per token"), higher_is_better=False)}
-    return TaskScores(task="likelihood", protocol={"data": data, "samples": evaluation.samples, "seed": seed, **found}, metrics=metrics)
 
 
 def rerun(path: Path) -> tuple[EvaluationResult, EvaluationResult]:

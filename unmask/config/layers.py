@@ -100,7 +100,7 @@ def read_layers(
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
-            what = f"{masked_argument(override.partition(' ')[0])!r} is not KEY=VALUE"
+            what = f"{masked_argument(override)!r} is not KEY=VALUE"
             raise ConfigError(what, where="command line", remedy="Write for example training.learning_rate=1e-4")
         layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from unmask.data.encoding import encode_completion, encode_prompt
-from unmask.data.rows import Column
-from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import Bound, elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
 from unmask.diffusion.views import Draw
-from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.statistics import student_quantile
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -123,20 +121,6 @@ def log_likelihoods(
         found = [_of_pair(lm, prompt_ids, ids, estimator, samples, Draw(seed, torch.tensor([key]))) for prompt_ids, ids, key in pairs]
     values_B = torch.tensor([float(bound.value_B) for bound in found], dtype=lm.log_prob_dtype)
     return LogLikelihoods(values_B, [bound.difference_BP[0].cpu() for bound in found])
-
-
-def likelihood_of_file(lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> dict[str, Any]:
-    """The result of `unmask evaluate --likelihood` on a file's first documents: the negative log-likelihood of each document's tokens after
-    the first, up to the model's context. Without an estimator: that of `default_estimator`. Raises DataError if no document has two
-    tokens."""
-    texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-    documents = [ids[: lm.context_length] for ids in (encode_prompt(lm.tokenizer, text) for text in texts) if len(ids) > 1]
-    if not documents:
-        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-    estimator = estimator or default_estimator(lm)
-    log_probs = log_likelihood(lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator, samples, seed)
-    tokens = sum(len(ids) - 1 for ids in documents)
-    return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
 def _of_pair(lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Estimator, samples: int, draw: Draw) -> Bound:

@@ -33,10 +33,10 @@ class Metric(_Part):
     higher_is_better: bool = True
 
     def shown(self) -> str:
-        """The mean and the bounds: in percent where the mean is a fraction with an interval."""
+        """The mean and the bounds: in percent where the mean is a fraction with an interval, of which more is better."""
         if self.low is None or self.high is None:
             return f"{self.mean:,.4g}"
-        if 0 <= self.mean <= 1 and self.low >= 0 and self.high <= 1:
+        if self.higher_is_better and 0 <= self.mean <= 1 and self.low >= 0 and self.high <= 1:
             return f"{self.mean:.1%} [{self.low:.1%}, {self.high:.1%}]"
         return f"{self.mean:,.4g} [{self.low:,.4g}, {self.high:,.4g}]"
 

@@ -113,8 +113,17 @@ def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
 
 def protocol_of(rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
     """What the completions depend on beside the model: the rows with their prompts, the sampler, the attempts."""
-    digest = hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
-    return {"rows": len(rows), "rows_sha256": digest, "attempts": attempts, "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY)}
+    return {
+        "rows": len(rows),
+        "rows_sha256": rows_fingerprint(rows),
+        "attempts": attempts,
+        "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY),
+    }
+
+
+def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A hash of the content of rows."""
+    return hashlib.sha256(json.dumps([dict(row) for row in rows], sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
@@ -167,40 +176,11 @@ def evaluate_task(
         ConfigError: as `check_text_metrics` and `check_attempts`.
         DataError: no row could be verified.
     """
-    sampler = sampler_for(task, rows, sampler)
+    sampler, name_in_log = sampler_for(task, rows, sampler), part or task.name
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name)
-    verified = [number for number, item in enumerate(items) if item.scores]
-    if not verified:
-        why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
-        raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
-    pairs = [(text, rows[n]) for n in verified for text in items[n].completions]
-    written = GeneratedTexts(
-        texts=[text for text, _ in pairs],
-        prompts=[row["prompt"] for _, row in pairs],
-        references=[row[task.reference] for _, row in pairs] if task.reference else None,
-        groups=[row["group"] for _, row in pairs],
-        tokenizer=lm.tokenizer,
-        judge=judge,
-    )
-    of_texts = text_metrics(metrics, written) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
-
-
-def _items(
-    lm: DiffusionLM,
-    task: Task,
-    rows: Sequence[Mapping[str, Any]],
-    sampler: SamplerConfig,
-    attempts: int,
-    pass_at: Sequence[int],
-    log: ItemLog | None,
-    part: str,
-) -> list[Item]:
-    """The items of all rows; those that the log does not have are computed, by this process or another one."""
     ids = item_ids(rows)
-    found = {} if log is None else log.finished(part)
+    found = {} if log is None else log.finished(name_in_log)
     asked = [n for n, name in enumerate(ids) if name not in found]
     keys = _keys(lm, rows, ids)
     at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
@@ -211,11 +191,32 @@ def _items(
         own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
         items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
         if log is not None:
-            log.add(part, items)
+            log.add(name_in_log, items)
         found |= {item.id: item for item in items}
     if log is not None:
-        found = log.gather(part)
-    return [found[name] for name in ids]
+        found = log.gather(name_in_log)
+    items = [found[name] for name in ids]
+    verified = [number for number, item in enumerate(items) if item.scores]
+    if not verified:
+        why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
+        raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
+    of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
+    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+
+
+def _text_scores(
+    lm: DiffusionLM, task: Task, verified: Sequence[tuple[Mapping[str, Any], Item]], metrics: Sequence[str], judge: DiffusionLM | None
+) -> TextScores:
+    pairs = [(text, row) for row, item in verified for text in item.completions]
+    written = GeneratedTexts(
+        texts=[text for text, _ in pairs],
+        prompts=[row["prompt"] for _, row in pairs],
+        references=[row[task.reference] for _, row in pairs] if task.reference else None,
+        groups=[row["group"] for _, row in pairs],
+        tokenizer=lm.tokenizer,
+        judge=judge,
+    )
+    return text_metrics(metrics, written)
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -117,7 +118,8 @@ def _way_out(source: str, error: BaseException) -> str:
     folder = Path(source).parent.resolve() if source.endswith(".py") else Path.cwd()
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and ((folder / missing).is_dir() or (folder / f"{missing}.py").is_file()):
-        return f"To import {missing} from beside it, set PYTHONPATH={folder}, or make both a package and give package.module:function"
+        path = shlex.quote(str(folder))
+        return f"To import {missing} from beside it, set PYTHONPATH={path}, or make both a package and give package.module:function"
     return "Give package.module:function or path/to/file.py:function"
 
 

@@ -30,15 +30,17 @@ def test_the_overview_has_each_runs_state_time_and_last_value():
 
 def test_curves_of_one_verb_are_over_one_another_with_their_held_out_values_and_stages():
     runs = [convert_run("a", 0, 1), convert_run("b", 1, 2), rl_run("c", 2, 3)]
-    convert, grpo = training.curves(runs)
-    (charts,) = convert.blocks
-    assert isinstance(charts, Charts) and [chart.title for chart in charts.charts] == ["cross entropy"]
+    (charts,) = training.curves(runs).blocks
+    titles = [chart.title for chart in charts.charts]
+    assert isinstance(charts, Charts) and titles[0] == "convert: cross entropy"
     chart = charts.charts[0]
     assert [series.name for series in chart.series] == ["a", "b", "a, held out", "b, held out"] and chart.series[2].dashed
     assert chart.series[0].points == runs[0].points("cross_entropy") and len(chart.series[2].points) == 6
     assert chart.marks == [(210, "stage 2")] and (chart.x_label, chart.y_label) == ("optimizer step", "nats per token")
-    assert [chart.title for chart in charts.more] == ["loss", "learning rate", "grad norm", "memory gb", "tokens per second"]
-    assert [chart.title for chart in grpo.blocks[0].charts] == ["reward", "rewards/correct", "rewards/format", "kl"]
+    assert titles[1:] == ["grpo: reward", "grpo: rewards/correct", "grpo: rewards/format", "grpo: kl"]
+    (alone,) = training.curves(runs[:1]).blocks
+    assert [chart.title for chart in alone.charts] == ["cross entropy"]
+    assert [chart.title for chart in alone.more] == ["loss", "learning rate", "grad norm", "memory gb", "tokens per second"]
 
 
 def test_values_that_are_no_numbers_are_left_out():
@@ -69,6 +71,8 @@ def test_scores_are_those_of_the_result_files():
 
 def test_differences_are_paired():
     before, after = result("a", 0, 0.4), result("b", 1, 0.9)
+    fast = result("b", 1, 0.1, 2)
+    assert "b, steps unset against a" in scores.tables([before, fast, after]).blocks[2].groups[0][1][0][0].text
     table = next(block for block in scores.tables([before, after]).blocks if "difference" in block.caption)
     first, second = ([item.scores["solved"] for item in each.content.tasks[0].items] for each in (before, after))
     expected = paired_difference(first, second, [item.group for item in after.content.tasks[0].items])

@@ -83,7 +83,7 @@ def section(*blocks) -> Report:
 def test_the_page_shows_everything_in_the_report(render):
     html, page = render(example())
     assert html.startswith("<!DOCTYPE html>")
-    for title in ["Runs", "Scores", "Speed against quality", "One grid, step by step", "Decoding order", "Answers", "Curves of convert"]:
+    for title in ["Runs", "Scores", "Speed against quality", "One grid, step by step", "Decoding order", "Answers", "Curves"]:
         assert html.count(f">{title}</h2>") == html.count(f">{title}</a>") == 1
     for words in [
         "Two conversions",

@@ -186,9 +186,11 @@ def work_table(task: str, entries: Sequence[Entry]) -> Table | None:
 
 
 def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
-    """Each model against the one before it, on the problems that both have; None where no two models share any."""
-    firsts = list({entry.model: entry for entry in reversed(entries)}.values())[::-1]
-    found = [(before, after, metric, interval) for before, after in pairwise(firsts) for metric, interval in _paired(before, after)]
+    """Each model, where it took the most forward passes, against the one before it, on the problems that both have; None where no two
+    models share any."""
+    models = dict.fromkeys(entry.model for entry in entries)
+    slowest = [max((entry for entry in entries if entry.model == name), key=_passes) for name in models]
+    found = [(before, after, metric, interval) for before, after in pairwise(slowest) for metric, interval in _paired(before, after)]
     if not found:
         return None
     ends = [abs(end) for *_, interval in found for end in (interval.low, interval.high, interval.mean) if math.isfinite(end)]
@@ -206,10 +208,14 @@ def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
         name = Cell(text=f"{after.name} against {before.name}", color=after.color)
         rows.append([name, *cells, Cell(text="", span=span, verdict=verdict)])  # type: ignore[arg-type]
     metric = found[0][2]
-    unit = "percentage points" if Figures(metric, [firsts[0].scores.metrics[metric]]).fraction else "its own units"
+    unit = "percentage points" if Figures(metric, [slowest[0].scores.metrics[metric]]).fraction else "its own units"
     header = ["Comparison", "Difference", "95% interval", "Verdict", ""]
     note = f"Paired differences of {metric} in {unit}, on the problems that both were given. The line in the middle of a bar is 0."
     return Table(caption=f"{task}: what made a difference", header=header, groups=[("", rows)], note=note, centered=True)
+
+
+def _passes(entry: Entry) -> float:
+    return passes_per_answer(entry.scores) or 0.0
 
 
 def _signed(figures: Figures, value: float) -> str:

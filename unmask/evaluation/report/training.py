@@ -1,4 +1,4 @@
-"""What a report shows of training runs: an overview, the curves of each verb, and time and memory by phase."""
+"""What a report shows of training runs: an overview, their curves, and time and memory by phase."""
 
 from __future__ import annotations
 
@@ -111,25 +111,31 @@ def _overview_row(run: Run) -> list[Cell]:
     ]
 
 
-def curves(runs: Sequence[Run]) -> list[Section]:
-    """A section for each verb, with the curves of its runs over one another."""
-    return [_curves_of(verb, [run for run in runs if run.verb == verb]) for verb in dict.fromkeys(run.verb for run in runs)]
+def curves(runs: Sequence[Run]) -> Section:
+    """A chart for each metric of each verb, with its runs over one another."""
+    verbs = list(dict.fromkeys(run.verb for run in runs))
+    charts: list[Chart] = []
+    folded: list[Chart] = []
+    for verb in verbs:
+        mine = [run for run in runs if run.verb == verb]
+        main, more = _metrics(mine)
+        marks = list(dict.fromkeys(mark for run in mine for mark in _stages(run)))
+        before = f"{verb}: " if len(verbs) > 1 else ""
+        charts += [_chart(before, name, mine, marks) for name in main]
+        folded += [_chart(before, name, mine, marks) for name in more]
+    intro = "Thin: means of neighbouring steps. Thick: their moving average. Dashed: held-out rows."
+    return Section(title="Curves", blocks=[Charts(charts=charts, more=folded)] if charts or folded else [], intro=intro)
 
 
-def _curves_of(verb: str, runs: Sequence[Run]) -> Section:
+def _metrics(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """The metrics of a verb that are shown, and those that are folded away."""
     logged = dict.fromkeys(name for run in runs for name in run.metrics)
     metrics = list(dict.fromkeys(name.removeprefix("eval_") for name in logged if _is_drawn(name)))
     parts = [name for name in metrics if name.startswith("rewards/") and name.count("/") == 1]
-    main = [name for name in MAIN if name in metrics]
-    if "cross_entropy" in main:
-        main.remove("loss") if "loss" in main else None
+    main = [name for name in MAIN if name in metrics and not (name == "loss" and "cross_entropy" in metrics)]
     if len(parts) > 1:  # a single one is the reward itself
         main[1:1] = parts
-    more = [name for name in metrics if name not in main]
-    marks = list(dict.fromkeys(mark for run in runs for mark in _stages(run)))
-    charts, folded = ([_chart(name, runs, marks) for name in names] for names in (main, more))
-    intro = "Thin: means of neighbouring steps. Thick: their moving average. Dashed: held-out rows."
-    return Section(title=f"Curves of {verb}", blocks=[Charts(charts=charts, more=folded)], intro=intro)
+    return main, [name for name in metrics if name not in main]
 
 
 def _is_drawn(name: str) -> bool:
@@ -137,11 +143,11 @@ def _is_drawn(name: str) -> bool:
     return not (name in NOT_DRAWN or name in OF_AN_EVALUATION or name.startswith("train_") or phase)
 
 
-def _chart(metric: str, runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> Chart:
+def _chart(before: str, metric: str, runs: Sequence[Run], marks: Sequence[tuple[float, str]]) -> Chart:
     series = [Series(name=run.name, color=run.color, points=run.points(metric)) for run in runs]
     series += [Series(name=f"{run.name}, held out", color=run.color, points=run.points(f"eval_{metric}"), dashed=True) for run in runs]
     unit = UNITS.get(metric, "reward" if metric.startswith("rewards/") and metric.count("/") == 1 else "value")
-    title = metric.replace("_", " ")
+    title = before + metric.replace("_", " ")
     return Chart(title=title, x_label="optimizer step", y_label=unit, series=[each for each in series if each.points], marks=marks)
 
 
