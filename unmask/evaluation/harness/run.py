@@ -47,6 +47,8 @@ class _Tasks(TaskManager):
         self.found: dict[str, Any] = {}
 
     def load(self, task_list: Any) -> Any:
+        if self.found:
+            return self.found
         try:
             self.found = super().load(task_list)
         except UnmaskError:
@@ -92,11 +94,11 @@ def evaluate_with_harness(
     manager = _Tasks(tasks, include_path)
     sampler = sampler or SamplerConfig()
     settings = sampler.model_dump(exclude_defaults=True)
-    likelihood: dict[str, Any] = {} if samples is None else {"samples": samples}
-    model = HarnessLM(lm, estimator=estimator, **likelihood, **settings)
+    if samples is not None:
+        settings["samples"] = samples
+    model = HarnessLM(lm, estimator=estimator, **settings)
     loaded = manager.load(list(tasks))
     _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
-    manager.load = lambda _: loaded  # type: ignore[method-assign,assignment]
     found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []
