@@ -18,6 +18,7 @@ from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import likelihood_of_file
+from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
 from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
@@ -65,23 +66,30 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     processes = Processes.of_launcher(model.device)
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
-    problems = {name: _problems(evaluation, get_task(name), sampler) for name in evaluation.tasks}
+    protocols = {name: read_protocol(evaluation.protocol, name) for name in evaluation.tasks if evaluation.protocol}
+    wanted = {name: _as_authors(evaluation, protocols.get(name)) for name in evaluation.tasks}
+    problems = {name: _problems(wanted[name], get_task(name), sampler) for name in evaluation.tasks}
     lm = load(model.path, **model.load_arguments())
+    given = {name: getattr(sampler, name) for name in sampler.model_fields_set}
+    samplers = {name: protocols[name].sampler(lm, given) if name in protocols else sampler for name in problems}
+    for name, protocol in protocols.items():
+        problems[name] = [{**row, "prompt": protocol.prompt_ids(lm, row["prompt"])} for row in problems[name]]
     for name, rows in problems.items():
-        check_evaluation(lm, get_task(name), rows, sampler)
+        check_evaluation(lm, get_task(name), rows, samplers[name])
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
-    arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
+    arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
     log = None
     if output is not None and problems:
-        chosen = {name: sampler_for(get_task(name), rows, sampler) for name, rows in problems.items()}
-        protocols = {name: protocol_of(rows, chosen[name], evaluation.attempts) for name, rows in problems.items()}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks}
+        chosen = {name: sampler_for(get_task(name), rows, samplers[name]) for name, rows in problems.items()}
+        settings = {name: protocol_of(rows, chosen[name], evaluation.attempts) for name, rows in problems.items()}
+        whole = {"model": identity, "protocols": settings, "pass_at": evaluation.ks}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
     parts, seconds = [], {}
     for name, rows in problems.items():
         part_start = time.perf_counter()
-        parts.append(_scores(lm, evaluation, sampler, get_task(name), rows, log))
+        authors = {"authors": protocols[name].record(lm, given)} if name in protocols else {}
+        parts.append(_scores(lm, wanted[name], samplers[name], get_task(name), rows, log, authors))
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
         parts.append(_likelihood(lm, evaluation, sampler.seed))
@@ -97,6 +105,14 @@ def evaluate(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerC
     return result
 
 
+def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
+    """With the prompts of a protocol, unless the user gave others."""
+    if protocol is None:
+        return evaluation
+    theirs = {"style": "chat" if protocol.template else "plain", "shots": protocol.shots}
+    return evaluation.model_copy(update={name: value for name, value in theirs.items() if name not in evaluation.model_fields_set})
+
+
 def _speeds(parts: list[TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
     """Seconds and tokens per second by task, of all processes, with the time to verify; None if all items had been finished before."""
     speeds = {}
@@ -109,20 +125,27 @@ def _speeds(parts: list[TaskScores], seconds: Mapping[str, float], log: ItemLog 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
     check_metrics(task, evaluation.metric or [])
-    check_attempts(evaluation.attempts, evaluation.ks, sampler)
+    if evaluation.protocol is None:  # else its temperature counts
+        check_attempts(evaluation.attempts, evaluation.ks, sampler)
     count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
     problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
 def _scores(
-    lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, task: Task, rows: list[Row], log: ItemLog | None
+    lm: DiffusionLM,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    task: Task,
+    rows: list[Row],
+    log: ItemLog | None,
+    authors: dict[str, Any],
 ) -> TaskScores:
     attempts, ks = evaluation.attempts, evaluation.ks
     result = evaluate_task(lm, task, rows, sampler, evaluation.metric or [], attempts=attempts, pass_at=ks, log=log)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(evaluation.sources.get(task.name, "generated"))
-    return result.to_scores(data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    return result.to_scores(data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template, **authors)
 
 
 def _likelihood(lm: DiffusionLM, evaluation: EvaluationConfig, seed: int) -> TaskScores:
