@@ -207,3 +207,30 @@ def test_two_processes_share_the_items(model, tmp_path):
     run_all([*launch, *command, str(tmp_path / "two.json")], timeout=300)
     assert lasting(read_result(tmp_path / "two.json")) == lasting(read_result(tmp_path / "alone.json"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "two.json"]
+
+
+def test_a_protocol_sets_what_is_not_given(model, tmp_path):
+    """Prompt, sampler and rules; what the user gives replaces it, and the result says so."""
+    output = tmp_path / "out.json"
+    shorter = ["--max-new-tokens", 17, "--steps", 17, "--temperature", 0]
+    unmask("evaluate", model, "--task", "sudoku", "--protocol", "dream-base/cut", "--shots", 0, "--rows", 3, *shorter, "--output", output)
+    (scores,) = read_result(output).tasks
+    authors, used = scores.protocol["authors"], scores.protocol["sampler"]
+    assert (authors["name"], authors["variant"], authors["shots"]) == ("dream-base", "cut", 8) and scores.protocol["shots"] == 0
+    assert authors["sources"] and authors["differences"]
+    assert authors["replaced"] == {"max_new_tokens": {"protocol": 24, "used": 17}, "steps": {"protocol": 24, "used": 17}}
+    assert (used["policy"], used["schedule"], used["max_new_tokens"]) == ("entropy", "dream", 17)
+    assert "the same scores and items" in unmask("evaluate", "--rerun", output)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "sudoku", "--protocol", "dreambase"], "there is no protocol 'dreambase'. Did you mean 'dream-base'?"),
+        (["--task", "sudoku", "--protocol", "llada-base"], "protocol llada-base: has no task 'sudoku'"),
+        (["--likelihood", "a.txt", "--protocol", "d1"], "a protocol is for tasks"),
+        (["--task", "sudoku", "--protocol", "d1"], "chat template"),
+    ],
+)
+def test_a_protocol_that_does_not_fit_is_one_error(words, message, model):
+    assert message in refused("evaluate", model, *words)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelerate import PartialState
@@ -19,6 +20,7 @@ from unmask.errors import ConfigError, DataError
 from unmask.evaluation.curve import curve_samplers, with_speed
 from unmask.evaluation.file_likelihood import file_likelihood
 from unmask.evaluation.item_log import ItemLog
+from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
 from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
@@ -35,6 +37,17 @@ class Part(NamedTuple):
     task: Task
     rows: list[Row]
     sampler: SamplerConfig
+    evaluation: EvaluationConfig
+    protocol: Protocol | None = None
+    authors: Mapping[str, Any] = MappingProxyType({})
+
+    def fitted(self, lm: DiffusionLM) -> Part:
+        """With the sampler and the prompts of its protocol, if it has one; given settings win."""
+        if self.protocol is None:
+            return self
+        given = {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
+        rows = [{**row, "prompt": self.protocol.prompt_ids(lm, row["prompt"])} for row in self.rows]
+        return self._replace(rows=rows, sampler=self.protocol.sampler(lm, given), authors={"authors": self.protocol.record(lm, given)})
 
 
 @dataclass(frozen=True)
@@ -87,12 +100,13 @@ def evaluate(
     parts = _parts(evaluation, sampler)
     with_harness = harness() if harness is not None and evaluation.lm_eval else None
     lm = load(model.path, **model.load_arguments())
+    parts = {name: part.fitted(lm) for name, part in parts.items()}
     for part in parts.values():
         check_evaluation(lm, part.task, part.rows, part.sampler)
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
-    arguments = {name: section.model_dump(mode="json", exclude_defaults=True) for name, section in sections.items()}
+    arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
     log = None
     if output is not None and parts:
         protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
@@ -103,7 +117,7 @@ def evaluate(
     seconds = {}
     for name, part in parts.items():
         part_start = time.perf_counter()
-        scores[name] = _scores(lm, evaluation, name, part, log, judge)
+        scores[name] = _scores(lm, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
     if evaluation.likelihood:
         found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
@@ -123,6 +137,14 @@ def evaluate(
             log.remove()
     processes.end()
     return result
+
+
+def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
+    """With the prompts of a protocol, unless the user gave others."""
+    if protocol is None:
+        return evaluation
+    theirs = {"style": "chat" if protocol.template else "plain", "shots": protocol.shots}
+    return evaluation.model_copy(update={name: value for name, value in theirs.items() if name not in evaluation.model_fields_set})
 
 
 def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
@@ -145,32 +167,38 @@ def _parts(evaluation: EvaluationConfig, sampler: SamplerConfig) -> dict[str, Pa
     parts: dict[str, Part] = {}
     for name in evaluation.tasks:
         task = get_task(name)
-        rows = _problems(evaluation, task, sampler)
-        parts |= {name + at: Part(task, rows, sampler_for(task, rows, point)) for at, point in points.items()}
+        protocol = read_protocol(evaluation.protocol, name) if evaluation.protocol else None
+        wanted = _as_authors(evaluation, protocol)
+        rows = _problems(wanted, task, sampler)
+        for at, point in points.items():
+            parts[name + at] = Part(task, rows, point if protocol else sampler_for(task, rows, point), wanted, protocol)
     return parts
 
 
 def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
     check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
-    check_attempts(evaluation.attempts, evaluation.ks, sampler)
+    if evaluation.protocol is None:  # else its temperature counts
+        check_attempts(evaluation.attempts, evaluation.ks, sampler)
     count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
     problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
-def _scores(
-    lm: DiffusionLM, evaluation: EvaluationConfig, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None
-) -> TaskScores:
+def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None) -> TaskScores:
+    evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
     result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(evaluation.sources.get(part.task.name, "generated"))
-    judged_by = {"judge": model_identity(judge, str(evaluation.judge))} if judge else {}
-    scores = result.to_scores(**judged_by, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
+    more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
+    scores = result.to_scores(**more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
     return with_speed(scores) if evaluation.curve else scores
 
 
 def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+    options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
+    if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
+        options["apply_chat_template"] = evaluation.style == "chat"
     return harness(
         lm,
         evaluation.harness_tasks,
@@ -178,9 +206,8 @@ def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig,
         samples=evaluation.samples,
         estimator=evaluation.estimator,
         sampler=sampler,
-        limit=evaluation.rows,
-        num_fewshot=evaluation.shots or None,
-        apply_chat_template=evaluation.style == "chat",
+        protocol=evaluation.protocol,
+        **options,
     )
 
 

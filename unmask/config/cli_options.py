@@ -14,7 +14,8 @@ from unmask.config.base import Config
 
 
 def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of a command that is a `Config` by one option per field, with the field's own default and documentation."""
+    """Replace each parameter of a command that is a `Config` by one option per field, with the field's own default and documentation. A
+    config's `model_fields_set` are the options that were given."""
     hints = typing.get_type_hints(command, include_extras=True)
     configs = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
     signature = introspection.signature(command)
@@ -22,11 +23,20 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
     spread = {name: {_option_name(name, field): field for field in config.model_fields} for name, config in configs.items()}
 
     @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        built = {name: configs[name](**{field: values.pop(option) for option, field in fields.items()}) for name, fields in spread.items()}
+    def wrapper(invocation: typer.Context, **values: Any) -> None:
+        built = {}
+        for name, fields in spread.items():
+            own = {option: values.pop(option) for option in fields}
+            by_default = {option for option in own if getattr(invocation.get_parameter_source(option), "name", "") == "DEFAULT"}
+            given = {fields[option]: value for option, value in own.items() if option not in by_default}
+            built[name] = configs[name](**given)
         command(**built, **values)
 
-    parameters = [_parameter(option, configs[name], field) for name, fields in spread.items() for option, field in fields.items()]
+    invocation = introspection.Parameter("invocation", introspection.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    parameters = [
+        invocation,
+        *(_parameter(option, configs[name], field) for name, fields in spread.items() for option, field in fields.items()),
+    ]
     wrapper.__signature__ = signature.replace(parameters=[*others, *parameters])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in (*others, *parameters)}
     return wrapper

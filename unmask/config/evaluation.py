@@ -27,6 +27,9 @@ class EvaluationConfig(Config):
     """The format of a task's problems."""
     shots: int = Field(default=0, ge=0)
     """Solved examples before each problem: the first rows of the file, then left out."""
+    protocol: str | None = None
+    """Evaluate a task as the authors of a model did: llada-base, llada-instruct, dream-base, dream-instruct, sdar, d1, or a variant as
+    NAME/VARIANT. Other options given replace its own."""
     rows: int = Field(default=200, ge=1)
     """Rows of a task, or documents of a file, at most."""
     metric: list[str] | None = None
@@ -54,6 +57,8 @@ class EvaluationConfig(Config):
         if bool(self.task) + bool(self.lm_eval) + (self.likelihood is not None) != 1:
             remedy = "Give either --task or --likelihood, or --lm-eval"
             raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy=remedy)
+        if self.protocol and self.likelihood:
+            raise ConfigError("a protocol is for tasks", where="--protocol", remedy="Leave it out, or give --task")
         if (self.metric or self.judge) and self.likelihood:
             raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
         if self.curve and self.likelihood:

@@ -56,7 +56,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Coll
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if _is_messages(prompt):
         return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)))
-    if _is_ids(prompt):
+    if is_ids(prompt):
         return list(prompt)
     remedy = "Give a string, messages, or a list of token ids."
     raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="wrong type")
@@ -189,7 +189,7 @@ def _is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(item, Mapping) and "role" in item for item in value)
 
 
-def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
+def is_ids(value: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, int) for item in value)
 
 

@@ -13,6 +13,7 @@ from itertools import compress
 from typing import Any
 
 from unmask.config.run import SamplerConfig
+from unmask.data.encoding import is_ids
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
@@ -325,7 +326,7 @@ def _item(
         group=row["group"],
         status=", ".join(str(verdict.status) for verdict in verdicts),
         scores=scores,
-        prompt=row["prompt"],
+        prompt=lm.tokenizer.decode(row["prompt"]) if is_ids(row["prompt"]) else row["prompt"],
         completions=made.texts[own],
         tokens=sum(map(len, tokens)),
         steps=sum((made.denoising_steps or [])[own]),

@@ -7,6 +7,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ from unmask.evaluation.greedy import is_greedy
 from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
+from unmask.evaluation.protocols import Protocol, protocol_tasks, read_protocol
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 
+DEFAULT_SAMPLES = 128
+_read_protocol = cache(read_protocol)
 DEFAULT_CONTEXT = 2048
 """Tokens, for a model whose config does not say: as lm-eval."""
 
@@ -41,14 +45,17 @@ class HarnessLM(TemplateLM):
 
     Args:
         pretrained: a DiffusionLM, or the path or name of one to load.
-        samples: noised views per likelihood at most (elbo).
+        samples: noised views per likelihood at most (elbo); None: 128, or those of the protocol.
         estimator: elbo or exact; None: exact for causal models and blocks of at most 4 tokens, else elbo.
         seed: of masks and samples.
         batch_size: sequences generated at once, or "auto"; likelihoods are computed one by one.
         max_batch_size: of "auto".
         device: where to load the model; None: the GPU if there is one.
+        protocol: evaluate as its authors did (`unmask.evaluation.protocols`): a sampler and a number of samples for each task. Of a
+            request's own options only the stop strings are then read. Examples and chat template are lm-eval's to set.
         max_length: the longest row, prompt and completion; None: the model's context. Longer prompts lose their beginning.
-        settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not have their own.
+        settings: other arguments of `unmask.load`, and settings of `SamplerConfig` for requests that do not have their own; they replace
+            those of the protocol.
 
     Raises:
         ConfigError: an unknown setting, or a wrong value.
@@ -58,13 +65,14 @@ class HarnessLM(TemplateLM):
         self,
         pretrained: str | DiffusionLM,
         *,
-        samples: int = 128,
+        samples: int | None = None,
         estimator: Estimator | None = None,
         seed: int = 0,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
         max_length: int | None = None,
+        protocol: str | None = None,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -81,7 +89,10 @@ class HarnessLM(TemplateLM):
         else:
             self.lm = load(str(pretrained), **model, device=device or ("auto" if state is None else str(state.device)))
         self.tokenizer = self.lm.tokenizer
-        self.samples, self.seed = _whole(samples, "samples"), int(seed)
+        self.samples, self.seed = DEFAULT_SAMPLES if samples is None else _whole(samples, "samples"), int(seed)
+        self.authors, self._asked_samples = protocol, samples is not None
+        if protocol is not None:
+            protocol_tasks(protocol.partition("/")[0])
         self.estimator: Estimator = estimator or default_estimator(self.lm)
         if self.estimator not in ("elbo", "exact"):
             raise ConfigError(f"{estimator!r} is not an estimator", where="estimator", remedy="Use elbo or exact")
@@ -111,6 +122,32 @@ class HarnessLM(TemplateLM):
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else bos
 
+    def protocol_of(self, task: str | None) -> Protocol | None:
+        """The authors' protocol for a task. Raises ConfigError if they did not evaluate it."""
+        return None if self.authors is None else _read_protocol(self.authors, str(task))
+
+    def record_of(self, task: str) -> dict[str, Any]:
+        """The authors' protocol for a task, for its result."""
+        protocol = self.protocol_of(task)
+        return {} if protocol is None else {"authors": protocol.record(self.lm, self._given)}
+
+    @property
+    def _given(self) -> dict[str, Any]:
+        return {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
+
+    def _samples_of(self, task: str | None) -> int:
+        """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its answers, or use guidance."""
+        protocol = self.protocol_of(task)
+        if protocol is None:
+            return self.samples
+        where = f"protocol {protocol.name}"
+        if protocol.likelihood_samples is None:
+            raise ConfigError(f"answers to {task} are generated, and it measures likelihoods", where=where, remedy="Choose another task")
+        if protocol.guidance:
+            remedy = f"Use {protocol.name}/without-guidance"
+            raise ConfigError(f"{task} has guidance, and likelihoods are computed without it", where=where, remedy=remedy)
+        return self.samples if self._asked_samples else protocol.likelihood_samples
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The ids of a text, which has no second BOS if it begins with one."""
         if add_special_tokens is None:
@@ -123,7 +160,7 @@ class HarnessLM(TemplateLM):
         for _, some in itertools.groupby(
             self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm), key=lambda x: _question(x[0])
         ):
-            finished = [(request.args, self._score(*self._encode(*request.args), key)) for request, key in some]
+            finished = [(request.args, self._answer(request, key)) for request, key in some]
             for arguments, answer in finished:  # a question is kept whole, or not at all
                 self.cache_hook.add_partial("loglikelihood", arguments, answer)
                 answers.append(answer)
@@ -139,7 +176,8 @@ class HarnessLM(TemplateLM):
             # A causal model does not read the last token of a window, which may therefore be one longer.
             size = self.max_length - (not self.lm.autoregressive)
             windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1))
-            parts = [self._estimate(context, ids, sequence_key([*context, *ids])) for context, ids in windows]
+            samples = self._samples_of(request.task_name)
+            parts = [self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows]
             answers.append(LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences]))
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
         return answers
@@ -152,6 +190,9 @@ class HarnessLM(TemplateLM):
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
             sampler, until = read_gen_kwargs(gen_kwargs, self.sampler)
+            if protocol := self.protocol_of(request.task_name):
+                sampler = protocol.sampler(self.lm, self._given)
+                context, until = protocol.prompt(context, self.lm), [] if protocol.ignore_until else until
             if (room := self.max_length - sampler.max_new_tokens) < 1:
                 what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
                 raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
@@ -206,7 +247,15 @@ class HarnessLM(TemplateLM):
         likelihood = {"estimator": self.estimator, "log_likelihoods_are_lower_bounds": self.bounds, "max_length": self.max_length}
         masks = {"samples": self.samples} if self.bounds else {}
         sampler = self.sampler.model_dump(mode="json", exclude={"batch_size", "seed"}, exclude_unset=True)
-        return {**likelihood, **masks, "seed": self.seed, "sampler": sampler}
+        authors = {} if self.authors is None else {"authors": self.authors}
+        return {**likelihood, **masks, **authors, "seed": self.seed, "sampler": sampler}
+
+    def _answer(self, request: Instance, key: int) -> tuple[float, bool]:
+        context, continuation = request.args
+        samples = self._samples_of(request.task_name)
+        if protocol := self.protocol_of(request.task_name):
+            context = protocol.prompt(context, self.lm)
+        return self._score(*self._encode(context, continuation), key, samples)
 
     def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context:
@@ -214,16 +263,16 @@ class HarnessLM(TemplateLM):
         ids = self.tok_encode(continuation, add_special_tokens=False)
         return ([self.prefix_token_id], ids) if ids[:1] != [self.prefix_token_id] else (ids[:1], ids[1:])
 
-    def _score(self, context: list[int], continuation: list[int], key: int) -> tuple[float, bool]:
+    def _score(self, context: list[int], continuation: list[int], key: int, samples: int | None = None) -> tuple[float, bool]:
         longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
         if len(continuation) >= longest:
             what = f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of {self.max_length}"
             raise GenerationError(what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context")
         context = context[-(longest - len(continuation)) :]
-        return self._estimate(context, continuation, key), is_greedy(self.lm, context, continuation)
+        return self._estimate(context, continuation, key, samples), is_greedy(self.lm, context, continuation)
 
-    def _estimate(self, context: list[int], continuation: list[int], key: int) -> LogLikelihood:
-        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, self.samples, self.seed, keys=[key])
+    def _estimate(self, context: list[int], continuation: list[int], key: int, samples: int | None = None) -> LogLikelihood:
+        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples or self.samples, self.seed, keys=[key])
         return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
 
     def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> Iterator[Any]:

@@ -68,6 +68,7 @@ def evaluate_with_harness(
     samples: int | None = None,
     estimator: Estimator | None = None,
     sampler: SamplerConfig | None = None,
+    protocol: str | None = None,
     **options: Any,
 ) -> list[TaskScores]:
     """Evaluate on tasks of lm-eval.
@@ -76,8 +77,8 @@ def evaluate_with_harness(
         tasks: names of tasks, groups and tags, or task files.
         include_path: a folder with more task files.
         samples, estimator: as of `HarnessLM`.
-        sampler: what differs from its defaults is used for generated texts, where a task does not say otherwise; its seed is also that
-            of the masks.
+        sampler: what is set in it is used for generated texts, where a task does not say otherwise; its seed is also that of the masks.
+        protocol: as of `HarnessLM`; also sets each task's number of examples and the chat template, where `options` do not.
         options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
@@ -93,19 +94,33 @@ def evaluate_with_harness(
     given = OPTIONS | options
     manager = _Tasks(tasks, include_path)
     sampler = sampler or SamplerConfig()
-    settings = sampler.model_dump(exclude_defaults=True)
-    if samples is not None:
-        settings["samples"] = samples
-    model = HarnessLM(lm, estimator=estimator, **settings)
+    settings = {name: getattr(sampler, name) for name in sampler.model_fields_set}
+    model = HarnessLM(lm, samples=samples, estimator=estimator, protocol=protocol, **settings)
     loaded = manager.load(list(tasks))
+    if protocol is not None:
+        given |= _prompts_of(model, loaded["tasks"], options)
     _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
     found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []
     shown = {name: value for name, value in given.items() if name not in ("use_cache", "cache_requests")}
-    protocol = {"harness": f"lm-eval {importlib.metadata.version('lm_eval')}", **model.protocol, **shown}
-    scores = [task_scores(name, task, found, protocol) for name, task in loaded["tasks"].items()]
-    return scores + [group_scores(name, found, protocol) for name in found.get("groups", {})]
+    used = {"harness": f"lm-eval {importlib.metadata.version('lm_eval')}", **model.protocol, **shown}
+    scores = [task_scores(name, task, found, used | model.record_of(name)) for name, task in loaded["tasks"].items()]
+    return scores + [group_scores(name, found, used) for name in found.get("groups", {})]
+
+
+def _prompts_of(model: HarnessLM, tasks: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Set each task's number of examples as its protocol has it, unless `options` do. The template and its turns, as options of lm-eval."""
+    protocols = {name: protocol for name in tasks if (protocol := model.protocol_of(name))}
+    if options.get("num_fewshot") is None:
+        for name, protocol in protocols.items():
+            tasks[name].set_config("num_fewshot", protocol.shots)
+    turns = {protocol.multiturn for protocol in protocols.values() if protocol.template and protocol.shots}
+    if len(turns) > 1 and "fewshot_as_multiturn" not in options:
+        what = "examples are turns of the conversation in some of these tasks only"
+        raise ConfigError(what, where=f"protocol {model.authors}", remedy="Evaluate the others by themselves, or set fewshot_as_multiturn")
+    found = {"apply_chat_template": any(protocol.template for protocol in protocols.values()), "fewshot_as_multiturn": True in turns}
+    return {name: value for name, value in found.items() if name not in options}
 
 
 def _refuse_unread(

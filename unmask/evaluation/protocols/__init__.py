@@ -1,4 +1,4 @@
-"""The protocols of authors: how they evaluated their models, task by task. Each is a file of data in `protocols/` with its sources.
+"""The protocols of authors: how they evaluated their models, task by task. Each is a file of data in this folder, with its sources.
 
 Where an author's code and text differ, the code is the default, the text a variant, and `Protocol.differences` says so.
 """
@@ -15,10 +15,11 @@ from pydantic import Field
 from unmask.config.base import Config
 from unmask.config.run import SamplerConfig
 from unmask.config.yaml import parse_yaml
+from unmask.data.encoding import Prompt, encode_completion, encode_prompt
 from unmask.errors import ConfigError, did_you_mean
 from unmask.models.diffusion_lm import DiffusionLM
 
-FILES = Path(__file__).parent / "protocols"
+FILES = Path(__file__).parent
 RULES = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
 """The settings that say how many tokens a step reveals: one replaces another."""
 
@@ -70,6 +71,22 @@ class Protocol(Config):
             ConfigError: the task is scored by likelihood, the model has no end token, or settings contradict one another.
         """
         return SamplerConfig(**_over(self._settings(lm), given or {}))
+
+    def prompt(self, text: str, lm: DiffusionLM) -> str:
+        """The text of a prompt with BOS, if it is to have one and has none, and with the beginning of the answer."""
+        bos = str(lm.tokenizer.bos_token or "") if self.add_bos else ""
+        return ("" if text.startswith(bos) else bos) + text + self.prefill
+
+    def prompt_ids(self, lm: DiffusionLM, prompt: Prompt) -> list[int]:
+        """As `prompt`, for a text or messages: token ids."""
+        ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
+        with_bos = self.add_bos and bos != [None] and ids[:1] != bos
+        return bos * with_bos + ids + (encode_completion(lm.tokenizer, prompt, self.prefill) if self.prefill else [])
+
+    def record(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The protocol for a result file, with what the user's settings replace."""
+        replaced = {} if self.generation is None else self.replaced(lm, given)
+        return {**self.model_dump(mode="json", exclude_defaults=True), "replaced": replaced}
 
     def replaced(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What `given` changes, for the result: by setting the protocol's value and the one that is used. Errors as `sampler`."""
