@@ -111,8 +111,10 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "either --task or --likelihood"),
-        (["--task", "sudoku", "--likelihood", "a.txt"], "either --task or --likelihood"),
+        ([], "nothing to measure. Give --task, --lm-eval or --likelihood"),
+        (["--task", "sudoku", "--likelihood", "a.txt"], "a.txt"),
+        (["--likelihood", "a.txt", "--shots", "2"], "--shots: is read by --task or --lm-eval only"),
+        (["--likelihood", "a.txt", "--steps", "2"], "steps: a likelihood has no sampler"),
         (["--task", "sudko"], "unknown task 'sudko'. Did you mean 'sudoku'?"),
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
@@ -240,7 +242,7 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
     [
         (["--task", "sudoku", "--protocol", "dreambase"], "there is no protocol 'dreambase'. Did you mean 'dream-base'?"),
         (["--task", "sudoku", "--protocol", "llada-base"], "protocol llada-base: has no task 'sudoku'"),
-        (["--likelihood", "a.txt", "--protocol", "d1"], "a protocol is for tasks"),
+        (["--likelihood", "a.txt", "--protocol", "d1"], "--protocol: is read by --task or --lm-eval only"),
         (["--task", "sudoku", "--protocol", "d1"], "chat template"),
     ],
 )

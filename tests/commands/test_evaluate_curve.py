@@ -94,4 +94,4 @@ def test_what_is_no_curve_is_one_error(words, message, model):
 
 
 def test_a_likelihood_has_no_curve(model, tmp_path):
-    assert "a likelihood has no sampler" in evaluate(model, "--likelihood", tmp_path / "text.txt", "--curve", "steps=2,4", status=2)
+    assert "--curve: is read by --task only" in evaluate(model, "--likelihood", tmp_path / "text.txt", "--curve", "steps=2,4", status=2)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.train import Unsandboxed, accept_unsandboxed_code
 from unmask.config.cli_options import spread_configs
 from unmask.config.evaluation import EvaluationConfig
@@ -14,15 +15,8 @@ from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import show_table
 
 if TYPE_CHECKING:
-    from unmask.commands.evaluate import Harness
+    from unmask.commands.evaluate import Processes
     from unmask.evaluation.result_file import TaskScores
-
-
-def import_harness() -> Harness:
-    """Import lm-eval, which is optional."""
-    from unmask.evaluation.harness import evaluate_with_harness
-
-    return evaluate_with_harness
 
 
 def rerun_and_exit(path: Path | None) -> None:
@@ -59,9 +53,16 @@ def evaluate(
     if output:
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     accept_unsandboxed_code(accept_unsandboxed)
+    from unmask.commands.evaluate import Processes, refuse_unread
     from unmask.commands.evaluate import evaluate as run_evaluation
 
-    result = run_evaluation(model, evaluation, sampler, output, import_harness)
+    refuse_unread(evaluation, sampler)
+    processes = Processes.of_launcher(model.device)
+    if evaluation.against is not None:
+        evaluate_against(model, evaluation, sampler, output, processes, overwrite=overwrite)
+        return
+    result = run_evaluation(model, evaluation, sampler, output, import_harness, processes)
+    processes.end()
     if evaluation.curve:
         show_curve(result.tasks, model.path)
         return
@@ -69,9 +70,31 @@ def evaluate(
         show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
 
 
+def evaluate_against(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None,
+    processes: Processes,
+    *,
+    overwrite: bool,
+) -> None:
+    """Evaluate two models, and show how the second differs from the first."""
+    from unmask.commands.retention import measure_retention, model_against
+
+    earlier = model_against(model, str(evaluation.against))
+    found = measure_retention(earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite)
+    processes.end()
+    if found is not None:
+        show_retention(found, f"{model.path} against {evaluation.against}")
+
+
 def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None) -> None:
     """Print the metrics of a task, its statuses, and what an item cost."""
-    figures = {name: metric.shown() for name, metric in scores.metrics.items()} | {name: f"{n:,}" for name, n in scores.statuses.items()}
+    from unmask.evaluation.curve import SPEEDS
+
+    figures = {name: metric.shown() for name, metric in scores.metrics.items() if name not in SPEEDS}
+    figures |= {name: f"{count:,}" for name, count in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
     elif scores.total("passes"):

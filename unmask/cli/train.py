@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperCommand
 
+from unmask.cli.retention import import_harness, show_retention
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import for_stdout, show_table
@@ -138,7 +139,9 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     with ending_with_others(Path(settings.output_dir)):
         from unmask.commands.run import run_verb
 
-        run_verb(verb, settings, resume)
+        retention = run_verb(verb, settings, resume, import_harness)
+        if retention is not None:
+            show_retention(retention, f"what {verb} kept of {settings.model.path}")
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from functools import partial
 
+from unmask.commands.inputs import read_pattern
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError
-from unmask.models.load import DTYPES, pattern_settings
-from unmask.models.model_files import read_config
+from unmask.models.load import DTYPES
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
 
@@ -22,22 +22,16 @@ def check_together(config: RunConfig, args: TrainingConfig) -> None:
         ConfigError: `where` holds the keys of both settings, joined by " and ".
     """
 
-    def pattern() -> dict[str, Any]:
-        """How the model will be read."""
-        model = config.model
-        published, _ = read_config(model.path, {"revision": model.revision, "trust_remote_code": model.trust_remote_code})
-        return pattern_settings(published, model.attention, model.block_size, model.logit_shift)
-
     with naming_sections(args):
         for conflict in args.conflicts(config):
             if conflict.on:
                 raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         quantised, split = config.model.quantization is not None, config.model.device_map is not None
         matters = args.flash_attention and not config.model.from_scratch  # else the model's config need not be read
-        for attention in args.patterns() or [pattern()["attention"] if matters else "causal"]:
+        for attention in args.patterns() or [read_pattern(config.model)["attention"] if matters else "causal"]:
             subject = TrainedModel(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
             check_hardware_settings(args, subject)
-        args.check_model(pattern, config)
+        args.check_model(partial(read_pattern, config.model), config)
 
 
 @contextmanager

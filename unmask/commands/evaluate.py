@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from accelerate import PartialState
@@ -16,6 +17,7 @@ from accelerate import PartialState
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
+from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.curve import curve_samplers, with_speed
 from unmask.evaluation.file_likelihood import file_likelihood
@@ -42,12 +44,15 @@ class Part(NamedTuple):
     authors: Mapping[str, Any] = MappingProxyType({})
 
     def fitted(self, lm: DiffusionLM) -> Part:
-        """With the sampler and the prompts of its protocol, if it has one; given settings win."""
-        if self.protocol is None:
-            return self
-        given = {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
-        rows = [{**row, "prompt": self.protocol.prompt_ids(lm, row["prompt"])} for row in self.rows]
-        return self._replace(rows=rows, sampler=self.protocol.sampler(lm, given), authors={"authors": self.protocol.record(lm, given)})
+        """With the sampler and the prompts of its protocol, if it has one; given settings win. Raises as `check_evaluation`."""
+        part = self
+        if self.protocol is not None:
+            given = {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
+            rows = [{**row, "prompt": self.protocol.prompt_ids(lm, row["prompt"])} for row in self.rows]
+            authors = {"authors": self.protocol.record(lm, given)}
+            part = self._replace(rows=rows, sampler=self.protocol.sampler(lm, given), authors=authors)
+        check_evaluation(lm, part.task, part.rows, part.sampler)
+        return part
 
 
 @dataclass(frozen=True)
@@ -75,8 +80,9 @@ class Processes:
             PartialState().destroy_process_group()
 
 
-Harness = Callable[..., list[TaskScores]]
-"""`unmask.evaluation.harness.evaluate_with_harness`, whose library is optional."""
+ALONE = Processes()
+Harness = Callable[[], ModuleType]
+"""Imports `unmask.evaluation.harness`, whose library is optional."""
 
 
 def evaluate(
@@ -84,49 +90,52 @@ def evaluate(
     evaluation: EvaluationConfig,
     sampler: SamplerConfig,
     output: Path | None = None,
-    harness: Callable[[], Harness] | None = None,
+    harness: Harness | None = None,
+    processes: Processes = ALONE,
+    *,
+    reuse: bool = False,
 ) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
-    evaluation goes on. `harness` imports what runs tasks of lm-eval.
+    evaluation goes on.
+
+    Args:
+        harness: for tasks of lm-eval.
+        processes: that share the work; each has to call this.
+        reuse: whether an output that is there is returned if it is of the same model and options.
 
     Raises:
         ConfigError: an unknown task, or settings that do not fit one another.
         DataError: a file is missing or malformed, or finished items beside the output are of another evaluation.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
-    processes = Processes.of_launcher(model.device)
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
-    parts = _parts(evaluation, sampler)
-    with_harness = harness() if harness is not None and evaluation.lm_eval else None
+    parts = prepare(evaluation, sampler, harness)
     lm = load(model.path, **model.load_arguments())
     parts = {name: part.fitted(lm) for name, part in parts.items()}
-    for part in parts.values():
-        check_evaluation(lm, part.task, part.rows, part.sampler)
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
-    log = None
-    if output is not None and parts:
-        protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
-        templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks, **templates}
-        log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
+    if reuse and output is not None and output.exists():
+        there = read_result(output)
+        if (there.model, there.arguments) == (identity, masked(arguments)):
+            return there
+    processes.wait()  # before one of them writes the output
+    log = _log(lm, parts, evaluation, identity, output, processes) if output is not None and parts else None
     scores: dict[str, TaskScores] = {}
-    seconds = {}
+    seconds: dict[str, float] = {}
     for name, part in parts.items():
-        part_start = time.perf_counter()
-        scores[name] = _scores(lm, name, part, log, judge)
-        seconds[name] = time.perf_counter() - part_start
+        with _timed(scores, seconds):
+            scores[name] = _scores(lm, name, part, log, judge)
     if evaluation.likelihood:
-        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
-        scores["likelihood"] = found
-        seconds["likelihood"] = time.perf_counter() - start
-    if with_harness is not None:
-        of_harness = {found.task: found for found in _of_harness(with_harness, lm, evaluation, sampler)}
-        scores |= of_harness
-        seconds |= dict.fromkeys(of_harness, time.perf_counter() - start)
+        samples = evaluation.samples or 32
+        with _timed(scores, seconds):
+            found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, samples, sampler.seed)
+            scores["likelihood"] = found
+    if harness is not None and evaluation.lm_eval:
+        with _timed(scores, seconds):
+            scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler)}
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(scores, seconds, log)}
     tasks = list(scores.values())
@@ -135,8 +144,36 @@ def evaluate(
         result.write(output)
         if log is not None:
             log.remove()
-    processes.end()
     return result
+
+
+@contextmanager
+def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Iterator[None]:
+    """Note the seconds inside for all scores that are added there."""
+    before, start = set(scores), time.perf_counter()
+    yield
+    seconds.update(dict.fromkeys(scores.keys() - before, time.perf_counter() - start))
+
+
+def _log(
+    lm: DiffusionLM,
+    parts: Mapping[str, Part],
+    evaluation: EvaluationConfig,
+    model: Mapping[str, Any],
+    output: Path,
+    processes: Processes,
+) -> ItemLog:
+    protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
+    templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
+    whole = {"model": model, "protocols": protocols, "pass_at": evaluation.ks, **templates}
+    return ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
+
+
+def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
+    """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured."""
+    unread = sorted(sampler.model_dump(exclude_defaults=True, exclude={"seed"}))
+    if unread and not (evaluation.task or evaluation.lm_eval):
+        raise ConfigError("a likelihood has no sampler", where=unread[0], remedy="Leave it out, or give --task or --lm-eval")
 
 
 def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
@@ -157,8 +194,16 @@ def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log:
     return speeds
 
 
-def _parts(evaluation: EvaluationConfig, sampler: SamplerConfig) -> dict[str, Part]:
-    """What is measured: each task at each point of the curve, if there is one. The names are those of `labels`."""
+def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None) -> dict[str, Part]:
+    """What is measured: each task at each point of the curve, if there is one. The names are those of `labels`.
+
+    Raises:
+        ConfigError, DataError: as `evaluate`, of all that needs no model.
+    """
+    if evaluation.likelihood:
+        load_rows(evaluation.likelihood, max_rows=evaluation.rows)
+    if evaluation.lm_eval and harness is not None:
+        harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     points = {"": sampler}
     if evaluation.curve:
         setting = evaluation.curve.partition("=")[0]
@@ -192,14 +237,14 @@ def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: 
     data = masked_text(evaluation.sources.get(part.task.name, "generated"))
     more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
     scores = result.to_scores(**more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
-    return with_speed(scores) if evaluation.curve else scores
+    return with_speed(scores)
 
 
-def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+def _of_harness(harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
         options["apply_chat_template"] = evaluation.style == "chat"
-    return harness(
+    found: list[TaskScores] = harness.evaluate_with_harness(
         lm,
         evaluation.harness_tasks,
         include_path=evaluation.include_path,
@@ -207,11 +252,13 @@ def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig,
         estimator=evaluation.estimator,
         sampler=sampler,
         protocol=evaluation.protocol,
+        strict=not (evaluation.task or evaluation.likelihood),
         **options,
     )
+    return found
 
 
-def rerun(path: Path, harness: Callable[[], Harness] | None = None) -> tuple[EvaluationResult, EvaluationResult]:
+def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult, EvaluationResult]:
     """The result of a file, and that of the same evaluation today."""
     before = read_result(path)
     if not before.arguments:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from unmask.commands.verbs import Rows, Verb
-from unmask.config.run import DataConfig, DataSource, RunConfig
+from unmask.config.run import DataConfig, DataSource, ModelConfig, RunConfig
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples, load_mixture, load_rows
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import initialise, load
+from unmask.models.load import initialise, load, pattern_settings
+from unmask.models.model_files import read_config
 from unmask.tasks import Puzzle, Row, Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
@@ -93,3 +95,15 @@ def load_or_initialise(config: RunConfig) -> DiffusionLM:
         kept = {name: settings[name] for name in names}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)
+
+
+def read_pattern(model: ModelConfig) -> dict[str, Any]:
+    """How a model will be read: attention, block size, logit shift. Its weights are not loaded."""
+    config, _ = read_config(model.path, {"revision": model.revision, "trust_remote_code": model.trust_remote_code})
+    return pattern_settings(config, model.attention, model.block_size, model.logit_shift)
+
+
+def without_folder(source: str) -> str:
+    """The name of a model or data in a model card: that on the hub, or a file's or folder's own."""
+    path = Path(source)
+    return path.resolve().name if path.exists() else source

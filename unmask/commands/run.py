@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import re
@@ -15,7 +16,9 @@ from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together
-from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of
+from unmask.commands.evaluate import Harness
+from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
+from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
 from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
@@ -28,6 +31,7 @@ from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
+from unmask.training.distributed import alone_in
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
 from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
@@ -58,7 +62,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
 def data_name(data: DataConfig) -> str | None:
     """The name of the data in a model card: names on the hub, or file names without their folders."""
     sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
-    return ", ".join(Path(source).name if Path(source).exists() else source for source in sources if source) or None
+    return ", ".join(without_folder(source) for source in sources if source) or None
 
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
@@ -72,16 +76,21 @@ def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     return config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
 
 
-def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
+def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None) -> Retention | None:
     """Run `unmask VERB`.
 
     Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved config and a manifest beside it.
-    With a task, the model is then evaluated on held-out problems (`evaluation.json`).
+    With a task, the model is then evaluated on held-out problems (`evaluation.json`); with `retention`, beside the one that it was made of
+    (`retention.json`).
 
     Args:
         verb: pretrain, convert, sft, dpo or grpo.
         config: the run.
         resume: True: resume from the last complete checkpoint; a path: from this one.
+        harness: for a `retention` with tasks of lm-eval.
+
+    Returns:
+        What `retention` measured, in the first process.
 
     Raises:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
@@ -90,7 +99,17 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     output = Path(config.output_dir)
     resumes = resumes_in_place(output, resume)
     with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
+        check_retention(config, harness)
         _run(verb, config, resume, stop)
+    processes, found = PartialState(), None
+    if config.retention is not None:
+        gc.collect()  # the trainer, whose memory two models need now
+        with naming_lost_process(output), alone_in(output):
+            found = retention_of_run(config, output / TRAINED_MODEL, harness)
+    # A process aborts if it exits while others still communicate with it.
+    processes.wait_for_everyone()
+    processes.destroy_process_group()
+    return found
 
 
 def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -> None:
@@ -132,10 +151,6 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
                 evaluated = load(output / TRAINED_MODEL, device=str(args.device), **kept)
             write_result_of_run(output, evaluated, output / TRAINED_MODEL, evaluate_task(evaluated, task, held_out, config.sampler))
         folder.finish()
-    # A process aborts if it exits while others still communicate with it.
-    processes = PartialState()
-    processes.wait_for_everyone()
-    processes.destroy_process_group()
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
@@ -164,11 +179,11 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
 
 
 def forget_earlier_run(output: Path) -> None:
-    """Remove the checkpoints, metrics and samples of a run that is overwritten: a later resume must not find them."""
+    """Remove the checkpoints, metrics, samples and results of a run that is overwritten: a later resume must not find them."""
     for path in output.glob("*-*"):
         if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_symlink():
             path.unlink()
         elif re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
-    for name in (LOG_NAME, COMPLETIONS_FILE):
+    for name in (LOG_NAME, COMPLETIONS_FILE, RESULT, result_before(Path(RESULT)).name):
         (output / name).unlink(missing_ok=True)

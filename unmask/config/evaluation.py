@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from unmask.config.base import Config
+from unmask.config.base import Config, OnResume
 from unmask.errors import ConfigError
+
+TASK, HARNESS, LIKELIHOOD = "task", "lm_eval", "likelihood"
+READ_BY = MappingProxyType(
+    dict.fromkeys(("data", "split", "metric", "judge", "attempts", "pass_at", "curve"), (TASK,))
+    | dict.fromkeys(("style", "shots", "protocol"), (TASK, HARNESS))
+    | dict.fromkeys(("estimator", "samples"), (LIKELIHOOD, HARNESS))
+    | {"include_path": (HARNESS,)}
+)
+"""The settings that not every kind of measurement reads."""
+RETAINED = ["wikitext", "hellaswag", "arc_easy", "piqa"]
+"""What `against` measures if nothing is named: tasks of lm-eval, whose data are on the hub."""
 
 
 class EvaluationConfig(Config):
@@ -16,6 +28,8 @@ class EvaluationConfig(Config):
     Raises:
         ConfigError: a value out of range, or two settings that contradict one another.
     """
+
+    on_resume: ClassVar[OnResume] = OnResume.ACTS
 
     task: list[str] | None = None
     """A built-in task: sudoku, gsm8k, humaneval, ...; for several, repeat it or write a,b."""
@@ -43,32 +57,41 @@ class EvaluationConfig(Config):
     curve: str | None = None
     """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
-    """Instead of a task: the file whose documents' likelihood is measured."""
+    """The file whose documents' likelihood is measured."""
     lm_eval: list[str] | None = None
-    """Instead of a task: tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in lm-eval."""
+    """Tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in lm-eval."""
     include_path: str | None = None
     """A folder with more task files of lm-eval."""
     estimator: Literal["elbo", "exact"] | None = None
     """The estimator of likelihoods; unset: exact for a causal model and blocks of at most 4 tokens, else elbo."""
     samples: int | None = Field(default=None, ge=1)
     """Noised views per likelihood of the elbo; unset: 32 for a document, 128 for a request of lm-eval."""
+    against: str | None = None
+    """The model that this one was made of: both are evaluated, and compared on the items that they share. If nothing else is named, on
+    tasks of lm-eval: wikitext, hellaswag, arc_easy, piqa."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        measured = any(values.get(kind) for kind in (TASK, HARNESS, LIKELIHOOD))
+        return values | {HARNESS: RETAINED} if values.get("against") and not measured else values
 
     def model_post_init(self, _: object) -> None:
-        if bool(self.task) + bool(self.lm_eval) + (self.likelihood is not None) != 1:
-            remedy = "Give either --task or --likelihood, or --lm-eval"
-            raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy=remedy)
-        if self.protocol and self.likelihood:
-            raise ConfigError("a protocol is for tasks", where="--protocol", remedy="Leave it out, or give --task")
-        if (self.metric or self.judge) and self.likelihood:
-            raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
-        if self.curve and self.likelihood:
-            raise ConfigError("a likelihood has no sampler", where="--curve", remedy="Leave it out, or give --task")
-        if self.include_path is not None and not self.lm_eval:
-            raise ConfigError("only lm-eval reads task files", where="--include-path", remedy="Leave it out, or give --lm-eval")
-        unread = {name: getattr(self, name) for name in ("data", "metric", "judge", "curve", "pass_at")} | {"attempts": self.attempts > 1}
-        if self.lm_eval and (given := [name for name, value in unread.items() if value]):
-            remedy = "Leave it out: the task's file says what it is"
-            raise ConfigError("is not read by tasks of lm-eval", where=f"--{given[0].replace('_', '-')}", remedy=remedy)
+        measured = {kind for kind in (TASK, HARNESS, LIKELIHOOD) if getattr(self, kind)}
+        if not measured:
+            raise ConfigError("nothing to measure", where="evaluate", remedy="Give --task, --lm-eval or --likelihood")
+        for name, readers in READ_BY.items():
+            if measured.isdisjoint(readers) and getattr(self, name) != type(self).model_fields[name].default:
+                needed = " or ".join(map(_option, readers))
+                raise ConfigError(f"is read by {needed} only", where=_option(name), remedy=f"Leave it out, or give {needed}")
+        both = set(self.tasks) & set(self.harness_tasks)
+        if both:
+            what = f"{sorted(both)[0]} is a task of Unmask and of lm-eval"
+            raise ConfigError(what, where="evaluate", remedy="Measure it in two evaluations")
+        single = [name for name in ("protocol", "curve") if getattr(self, name) is not None]
+        if self.against is not None and single:
+            what = "is of one model, and two are evaluated alike"
+            raise ConfigError(what, where=_option(single[0]), remedy="Leave it out, or evaluate each model and use `unmask compare`")
 
     @property
     def tasks(self) -> list[str]:
@@ -103,6 +126,10 @@ class EvaluationConfig(Config):
                 remedy = f"Write NAME={text}, with NAME one of {', '.join(self.tasks)}"
                 raise ConfigError("does not say which task it belongs to", where=f"data {text}", remedy=remedy)
         return found
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _names(texts: list[str] | None) -> list[str]:

@@ -16,6 +16,7 @@ import pydantic
 from pydantic import ConfigDict, Field, JsonValue
 
 from unmask.config.base import Config, OnResume, refused
+from unmask.config.evaluation import EvaluationConfig
 from unmask.config.layers import Layers
 from unmask.config.rollout import RolloutConfig as RolloutConfig
 from unmask.config.sampler import SamplerConfig as SamplerConfig
@@ -195,6 +196,8 @@ class RunConfig(Config):
     """The training and evaluation data."""
     sampler: SamplerConfig = SamplerConfig()
     """How to generate in evaluations. Rollouts of reinforcement learning have settings of their own under `training`."""
+    retention: EvaluationConfig | None = None
+    """What to measure of the trained model and the one that it was made of; unset: nothing. Shown in the model card."""
     lora: LoraSettings | None = None
     """Low-rank adapters; unset: train the weights themselves."""
     training: dict[str, JsonValue] = Field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unmask.errors import DataError
+from unmask.evaluation.curve import SPEEDS
 from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores
 from unmask.evaluation.statistics import Interval, holm, paired_difference, sign_flip_p_value
 
@@ -152,7 +153,7 @@ def _differences(label: str, other: str, before: TaskScores, after: TaskScores, 
             change=paired_difference(old, new, groups),
             p_value=sign_flip_p_value([b - a for a, b in zip(old, new, strict=True)], groups),
             higher_is_better=before.metrics[metric].higher_is_better if metric in before.metrics else True,
-            fraction=all(0 <= score <= 1 for score in [*old, *new]),
+            fraction=metric not in SPEEDS and all(0 <= score <= 1 for score in [*old, *new]),
         )
 
 

@@ -41,14 +41,18 @@ def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
 
 
 def with_speed(scores: TaskScores) -> TaskScores:
-    """The scores with two more metrics: forward passes per item, and tokens per forward pass (of all items together)."""
+    """The scores with two more metrics: forward passes per item, which are a score of each item too, and tokens per forward pass (of all
+    items together)."""
     groups = [item.group for item in scores.items]
     passes = mean_interval([float(item.passes) for item in scores.items], groups)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
     parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
     speeds = _metric(passes, higher_is_better=False), _metric(parallelism, higher_is_better=True)
     metrics = dict(zip(SPEEDS, speeds, strict=True))
-    return scores.model_copy(update={"metrics": scores.metrics | metrics})
+    items = [
+        item.model_copy(update={"scores": item.scores | {SPEEDS[0]: float(item.passes)}}) if item.scores else item for item in scores.items
+    ]
+    return scores.model_copy(update={"metrics": scores.metrics | metrics, "items": items})
 
 
 def _metric(interval: Interval, *, higher_is_better: bool) -> Metric:

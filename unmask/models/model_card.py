@@ -25,6 +25,9 @@ Entry = Mapping[str, Any]
 NAMES = {"causal": "causal (autoregressive)", "block_causal": "block-causal, in blocks of {} tokens", "bidirectional": "bidirectional"}
 
 
+RETAINED = "`{}` and the model after {}, on the same items, with the 95% interval of the difference (paired)."
+
+
 class DescribedModel(Protocol):
     """The attributes of a `DiffusionLM` that a card reads."""
 
@@ -75,6 +78,10 @@ def render_card(lm: DescribedModel) -> str:
         losses = [run["metrics"] for run in runs]
         columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in run for run in runs)]
         sections += ["## How it was made", _run_table(names, columns, runs), "\n".join(map(_settings, names, runs))]
+        for name, run in zip(names, runs, strict=True):
+            if run.get("retention"):
+                kept = run["retention"]
+                sections += ["## What it kept", RETAINED.format(kept["of"], name), _retention(kept["differences"])]
         sections += ["## Losses", "The last values that each run logged.", _run_table(names, dict.fromkeys(chain(*losses)), losses)]
     return "\n\n".join(sections) + "\n"
 
@@ -153,6 +160,16 @@ def _settings(name: str, run: Entry) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     earlier = "".join(f"; `{each['setting']}={each['old']}` until step {each['step']}" for each in run.get("changes", ()))
     return f"- {name}: {settings}{earlier}" + (f" ({versions})" if versions else "")
+
+
+def _retention(differences: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for each in differences:
+        spec = ".1%" if each["fraction"] else ".4g"
+        change = f"{each['after'] - each['before']:+{spec}} [{each['low']:+{spec}}, {each['high']:+{spec}}]"
+        values = (f"{each['before']:{spec}}", f"{each['after']:{spec}}", change, _cell(each["items"]))
+        rows.append([f"{each['task']}: {each['metric']}", *values])
+    return _table(("", "before", "after", "difference", "items"), rows)
 
 
 def _cell(value: Any) -> str:

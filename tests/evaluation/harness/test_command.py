@@ -39,10 +39,10 @@ def test_a_result_of_lm_evals_tasks_runs_itself_again(folder):
 
 def test_wrong_options_are_one_line(folder):
     for words, message in (
-        (["--lm-eval", "choices", "--data", "a.jsonl"], "--data: is not read by tasks of lm-eval"),
+        (["--lm-eval", "choices", "--data", "a.jsonl"], "--data: is read by --task only"),
         (["--lm-eval", "choices", "--style", "chat"], "no chat template"),
         (["--lm-eval", "choices", "--steps", "3"], "steps: no task generates text"),
-        (["--task", "sudoku"], "--include-path: only lm-eval reads task files"),
+        (["--task", "sudoku"], "--include-path: is read by --lm-eval only"),
     ):
         done = run(folder, *words)
         assert done.exit_code == 2 and message in done.output, (words, done.output)

@@ -17,8 +17,8 @@ from lm_eval import models  # noqa: E402 (registers lm-eval's own models, which 
 from lm_eval.api.registry import register_model  # noqa: E402
 
 from unmask.evaluation.harness.model import HarnessLM  # noqa: E402
-from unmask.evaluation.harness.run import evaluate_with_harness  # noqa: E402
+from unmask.evaluation.harness.run import check_tasks, evaluate_with_harness  # noqa: E402
 
-__all__ = ["HarnessLM", "evaluate_with_harness", "models"]
+__all__ = ["HarnessLM", "check_tasks", "evaluate_with_harness", "models"]
 
 register_model("unmask")(HarnessLM)

@@ -60,6 +60,11 @@ class _Tasks(TaskManager):
         return self.found
 
 
+def check_tasks(names: Sequence[str], include_path: str | Path | None = None) -> None:
+    """Raise ConfigError for a name that is no task, group, tag or task file of lm-eval, and DataError if there is no such folder."""
+    _Tasks(names, include_path)
+
+
 def evaluate_with_harness(
     lm: DiffusionLM,
     tasks: Sequence[str],
@@ -69,6 +74,7 @@ def evaluate_with_harness(
     estimator: Estimator | None = None,
     sampler: SamplerConfig | None = None,
     protocol: str | None = None,
+    strict: bool = True,
     **options: Any,
 ) -> list[TaskScores]:
     """Evaluate on tasks of lm-eval.
@@ -79,6 +85,7 @@ def evaluate_with_harness(
         samples, estimator: as of `HarnessLM`.
         sampler: what is set in it is used for generated texts, where a task does not say otherwise; its seed is also that of the masks.
         protocol: as of `HarnessLM`; also sets each task's number of examples and the chat template, where `options` do not.
+        strict: whether a setting that none of these tasks reads is an error; other measurements may share them.
         options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
@@ -99,7 +106,8 @@ def evaluate_with_harness(
     loaded = manager.load(list(tasks))
     if protocol is not None:
         given |= _prompts_of(model, loaded["tasks"], options)
-    _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
+    if strict:
+        _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
     found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from unmask.evaluation.curve import SPEEDS
 from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table
 from unmask.evaluation.report.geometry import minus
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores
@@ -77,9 +78,9 @@ def tables(results: Sequence[Result]) -> Section:
 
 
 def score_table(task: str, entries: Sequence[Entry]) -> Table:
-    """A row for each model under each metric, with its interval."""
+    """A row for each model under each metric, with its interval; `work_table` has those of speed."""
     groups = []
-    for metric in dict.fromkeys(name for entry in entries for name in entry.scores.metrics):
+    for metric in dict.fromkeys(name for entry in entries for name in entry.scores.metrics if name not in SPEEDS):
         found = [(entry, entry.scores.metrics[metric]) for entry in entries if metric in entry.scores.metrics]
         figures = Figures(metric, [value for _, value in found])
         rows = [

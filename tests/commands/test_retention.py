@@ -1,0 +1,139 @@
+"""`unmask evaluate --against`, and the same at the end of a training run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands.test_evaluate import refused, unmask
+from tests.evaluation.harness.local_tasks import TASKS, write_task
+from tests.training.tiny_runs import QUICK
+from unmask.config.evaluation import EvaluationConfig
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError
+from unmask.evaluation.result_file import read_result
+from unmask.models.load import load
+from unmask.tasks import get_task
+
+CHOICES = [{"q": "12" * (number % 3), "choices": ["34", "4321"], "gold": number % 2} for number in range(6)]
+DIFFUSION = ["--steps", "3", "--policy", "entropy", "--samples", "8"]
+"""Settings that a causal model does not have."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model, a model converted from it (by nothing but its attention), a text, and a task of lm-eval."""
+    folder = tmp_path_factory.mktemp("retention")
+    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm.bind(lm.model.double()).save(folder / "causal")
+    load(folder / "causal", attention="bidirectional", dtype="float64").save(folder / "converted")
+    (folder / "text.txt").write_text("1234\n\n4321\n\n1243\n")
+    write_task(folder, "wikitext", TASKS["local_piqa"] | {"doc_to_text": "{{q}}="}, CHOICES)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are not broken into narrow columns."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def against(folder: Path, *words: object) -> str:
+    return unmask("evaluate", folder / "converted", "--against", folder / "causal", "--dtype", "float64", *words)
+
+
+def test_both_models_are_evaluated_and_compared(folder, tmp_path):
+    measured = ["--task", "sudoku", "--likelihood", folder / "text.txt", "--lm-eval", "wikitext", "--include-path", folder, "--rows", 4]
+    shown = against(folder, *measured, *DIFFUSION, "--output", tmp_path / "out.json")
+    before, after = read_result(tmp_path / "out.before.json"), read_result(tmp_path / "out.json")
+    assert [scores.task for scores in before.tasks] == [scores.task for scores in after.tasks] == ["sudoku", "likelihood", "wikitext"]
+    assert [result.model["attention"] for result in (before, after)] == ["causal", "bidirectional"]
+    assert [result.tasks[0].metrics["passes"].mean for result in (before, after)] == [17, 3]
+    assert [result.tasks[1].protocol["estimator"] for result in (before, after)] == ["exact", "elbo"]
+    for text in ("sudoku: passes", "nats per token", "wikitext: acc", "tokens per second", "estimator"):
+        assert text in shown
+    assert "sudoku: passes" in unmask("compare", tmp_path / "out.before.json", tmp_path / "out.json")
+    for name in ("out.json", "out.before.json"):
+        assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / name)
+
+
+def test_a_result_of_the_earlier_model_is_not_measured_again(folder, tmp_path):
+    command = ["--likelihood", folder / "text.txt", "--output", tmp_path / "out.json"]
+    against(folder, *command)
+    before = (tmp_path / "out.before.json").read_bytes()
+    (tmp_path / "out.json").unlink()  # as if killed amid the second model
+    against(folder, *command)
+    assert (tmp_path / "out.before.json").read_bytes() == before
+    (tmp_path / "out.json").unlink()
+    against(folder, *command, "--rows", 1)  # another evaluation
+    assert len(read_result(tmp_path / "out.before.json").tasks[0].items) == 1
+    against(folder, *command, "--overwrite")
+    assert len(read_result(tmp_path / "out.before.json").tasks[0].items) == 3
+
+
+def test_without_other_words_tasks_of_lm_eval_are_measured():
+    assert EvaluationConfig(against="a").harness_tasks == ["wikitext", "hellaswag", "arc_easy", "piqa"]
+    assert not EvaluationConfig(against="a", task=["sudoku"]).harness_tasks
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--task", "sudoku", "--protocol", "d1"], "--protocol: is of one model"),
+        (["--task", "sudoku", "--curve", "steps=1,2"], "--curve: is of one model"),
+        (["--likelihood", "missing.txt"], "missing.txt"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_error(words, message, folder, tmp_path):
+    words = ["evaluate", folder / "converted", "--against", folder / "causal", *words, "--output", tmp_path / "out.json"]
+    assert message in refused(*words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_is_not_there(folder, tmp_path):
+    words = ["--against", folder / "missing", "--task", "sudoku", "--output", tmp_path / "out.json"]
+    assert "missing" in refused("evaluate", folder / "converted", *words)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_conversion_says_in_its_card_what_it_kept(folder, tmp_path):
+    measured = [f"retention.likelihood={folder / 'text.txt'}", "retention.task=[sudoku]", "retention.rows=3", "sampler.steps=2"]
+    command = ["convert", "--model", folder / "causal", "--task", "sudoku", *QUICK, "data.max_rows=8", "data.eval_rows=2"]
+    shown = unmask(*command, "training.max_steps=10", *measured, "--output", tmp_path / "run")
+    assert "what convert kept of" in shown and "nats per token" in shown
+    differences = json.loads((tmp_path / "run/model/config.json").read_text())["unmask_history"][-1]["retention"]["differences"]
+    assert [(each["task"], each["metric"], each["items"]) for each in differences] == [
+        *(("sudoku", name, 3) for name in ("solved", "value", "passes")),
+        ("likelihood", "nats per token", 3),
+    ]
+    card = (tmp_path / "run/model/README.md").read_text()
+    assert "## What it kept" in card and "`causal` and the model after convert" in card and str(tmp_path) not in card
+    after = read_result(tmp_path / "run/retention.json")
+    assert (
+        after.model["attention"] == "bidirectional"
+        and after.model["fingerprint"] != read_result(tmp_path / "run/retention.before.json").model["fingerprint"]
+    )
+    assert "what convert kept of" in unmask(*command, "training.max_steps=10", *measured, "--output", tmp_path / "run", "--resume")
+
+
+def test_what_a_run_is_to_measure_is_checked_before_it_trains(folder, tmp_path):
+    command = ["convert", "--model", folder / "causal", "--task", "sudoku", *QUICK, "--output", tmp_path / "run"]
+    assert "missing.txt" in refused(*command, "retention.likelihood=missing.txt")
+    assert "unknown task 'sudko'" in refused(*command, "retention.task=[sudko]")
+    assert "lm-eval has no task 'wikitxt'" in refused(*command, "retention.lm_eval=[wikitxt]", f"retention.include_path={folder}")
+    assert "nothing to measure" in refused(*command, "retention.rows=3")
+    assert "model.from_scratch" in refused(*command, "retention.task=[sudoku]", "model.from_scratch=true")
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+
+
+def test_settings_that_nothing_reads_are_refused():
+    for settings, message in (
+        ({"task": ["sudoku"], "samples": 3}, "--samples: is read by --likelihood or --lm-eval only"),
+        ({"likelihood": "a.txt", "shots": 2}, "--shots: is read by --task or --lm-eval only"),
+        ({"likelihood": "a.txt", "curve": "steps=1,2"}, "--curve: is read by --task only"),
+        ({"task": ["gsm8k"], "lm_eval": ["gsm8k"]}, "gsm8k is a task of Unmask and of lm-eval"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            EvaluationConfig(**settings)

@@ -1,0 +1,29 @@
+"""What `unmask evaluate --against` and the training verbs show of two models."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from unmask.console import show_table
+
+if TYPE_CHECKING:
+    from unmask.commands.retention import Retention
+
+
+def import_harness() -> ModuleType:
+    """Import lm-eval, which is optional."""
+    import unmask.evaluation.harness as harness
+
+    return harness
+
+
+def show_retention(found: Retention, title: str) -> None:
+    """Print the differences between two models, and the settings in which their evaluations differ."""
+    from unmask.commands.compare import difference_rows, setting_rows
+    from unmask.commands.retention import AFTER, BEFORE, speed_rows
+
+    rows = [*difference_rows(found.comparison, several=False), *speed_rows(found)]
+    show_table(rows, title=title, head=["", BEFORE, AFTER, "difference", "p (Holm)", ""])
+    if settings := setting_rows(found.comparison):
+        show_table([[*row[:3], row[4]] for row in settings], title="settings that differ", head=["task", "setting", BEFORE, AFTER])

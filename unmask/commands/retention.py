@@ -1,0 +1,138 @@
+"""What a conversion kept: a model and the one that it was made of, evaluated alike and compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate import PartialState
+from transformers.utils import CONFIG_NAME
+
+from unmask.artifacts import read_file, write_atomic
+from unmask.commands.evaluate import ALONE, Harness, Processes, evaluate, prepare
+from unmask.commands.inputs import read_pattern, without_folder
+from unmask.config.evaluation import EvaluationConfig
+from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
+from unmask.errors import ConfigError
+from unmask.evaluation.comparison import Comparison, Difference, Named, compare
+from unmask.evaluation.result_file import EvaluationResult
+from unmask.models.load import load
+from unmask.models.model_card import HISTORY_KEY, write_card
+
+BEFORE, AFTER = "before", "after"
+RESULT = "retention.json"
+SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_tokens"}
+"""The settings by which both models are read."""
+OF_DENOISING = {
+    *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
+    *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "cache", "refresh_interval", "early_commit", "drafts"),
+}
+"""The settings of a sampler that say nothing to a causal model, which writes one token a step."""
+OF_ESTIMATES = {"samples", "estimator"}
+"""The settings of likelihoods that are estimates, which those of a causal model are not."""
+
+
+class Retention(NamedTuple):
+    """Both results, and the differences of the second from the first."""
+
+    before: EvaluationResult
+    after: EvaluationResult
+    comparison: Comparison
+
+
+def result_before(output: Path) -> Path:
+    """The file of the earlier model's result, beside that of the later one."""
+    return output.with_name(f"{output.stem}.{BEFORE}{output.suffix}")
+
+
+def model_against(model: ModelConfig, path: str) -> ModelConfig:
+    """The model of `path`, read as `model` is."""
+    return ModelConfig(**model.model_dump(include=SHARED, exclude_unset=True) | {"path": path})
+
+
+def measure_retention(
+    earlier: ModelConfig,
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None = None,
+    harness: Harness | None = None,
+    processes: Processes = ALONE,
+    *,
+    reuse: bool = True,
+) -> Retention | None:
+    """Evaluate the earlier model, then `model`, and compare them.
+
+    A causal model is sampled token by token, and its likelihoods are exact: it gets only the settings that it has.
+
+    Args:
+        output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed evaluation goes on.
+        reuse: whether a result of the other model that is there is not measured again.
+
+    Returns:
+        None in a process other than the first.
+
+    Raises:
+        UnmaskError: as `evaluate` and `compare`.
+    """
+    pattern = read_pattern(earlier)
+    causal = pattern["attention"] == "causal" and pattern["logit_shift"] is not False
+    results = []
+    for each, without in ((earlier, causal), (model, False)):
+        left_out = {"against"} | (OF_ESTIMATES if without else set())
+        measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
+        sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=OF_DENOISING if without else None))
+        path = output if each is model or output is None else result_before(output)
+        results.append(evaluate(each, measured, sampled, path, harness, processes, reuse=reuse and each is earlier))
+    if processes.rank:
+        return None
+    before, after = results
+    return Retention(before, after, compare([Named(BEFORE, before), Named(AFTER, after)]))
+
+
+def speed_rows(found: Retention) -> list[list[str]]:
+    """A row of the table for the tokens per second of each task that wrote text."""
+    speeds = [{name: part["tokens_per_second"] for name, part in result.times["tasks"].items()} for result in (found.before, found.after)]
+    both = [name for name, speed in speeds[0].items() if speed and speeds[1].get(name)]
+    return [[f"{name}: tokens per second", *(f"{speed[name]:,.4g}" for speed in speeds), "", "", ""] for name in both]
+
+
+def check_retention(config: RunConfig, harness: Harness | None) -> None:
+    """Raise the errors of the evaluation at the end of a run that need no model."""
+    if config.retention is None:
+        return
+    if config.model.from_scratch:
+        what = "a model from scratch was made of no other"
+        raise ConfigError(what, where="retention and model.from_scratch", remedy="Leave one of them out")
+    prepare(config.retention, config.sampler, harness)
+
+
+def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -> Retention | None:
+    """Evaluate the model in `folder`, which a run has made, and the one that it was made of. The results are written beside the folder
+    (`retention.json`), and the differences into its config and its card.
+
+    Returns, Raises:
+        as `measure_retention`.
+    """
+    assert config.retention is not None
+    state = PartialState()
+    start = config.model.model_copy(update={"device": str(state.device)})
+    other = config.retention.against
+    models = model_against(start, other) if other else start, model_against(start, str(folder))
+    processes = Processes(state.process_index, state.num_processes)
+    found = measure_retention(*models, config.retention, config.sampler, folder.with_name(RESULT), harness, processes)
+    if found is not None:
+        path = folder / CONFIG_NAME
+        content = json.loads(read_file(path))
+        differences = [_in_card(each) for each in found.comparison.differences]
+        content[HISTORY_KEY][-1]["retention"] = {"of": without_folder(other or start.path), "differences": differences}
+        write_atomic(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+        write_card(load(folder, dtype=start.dtype), folder)
+    return found
+
+
+def _in_card(difference: Difference) -> dict[str, Any]:
+    """What the history of a model holds of a difference, in JSON types."""
+    names = ("task", "metric", "items", "before", "after", "fraction")
+    return {name: getattr(difference, name) for name in names} | {"low": difference.change.low, "high": difference.change.high}
