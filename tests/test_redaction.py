@@ -55,6 +55,14 @@ URLS = {
     f"https://hooks.slack.com/services/T0/B0/{SECRET[:6]}": f"https://hooks.slack.com/services/{MASK}",
     "Authorization: Basic bWU6czNjcjN0LXA0c3M=": f"Authorization: Basic {MASK}",
     f"http://h/?pwd={SECRET}": f"http://h/?pwd={MASK}",
+    f"http://h/?otp={SECRET}&a=1&user_pin={SECRET}": f"http://h/?otp={MASK}&a=1&user_pin={MASK}",
+    f"https://discord.com/api/webhooks/123/{SECRET}": f"https://discord.com/api/webhooks/{MASK}",
+    f"https://a.webhook.office.com/webhookb2/{SECRET}@b/c": f"https://a.webhook.office.com/webhookb2/{MASK}",
+    f"https://api.telegram.org/bot123:{SECRET}/send": f"https://api.telegram.org/bot{MASK}/send",
+    f"Endpoint=x;AccountName=me;AccountKey={SECRET};A=b": f"Endpoint=x;AccountName=me;AccountKey={MASK}",
+    f"Server=x;User Id=me;Password={SECRET}": f"Server=x;User Id=me;Password={MASK}",
+    f"host=x user=me password={SECRET} dbname=a": f"host=x user=me password={MASK} dbname=a",
+    "http://h/?max_tokens=5&spin=3&pin_memory=1&author=me": "http://h/?max_tokens=5&spin=3&pin_memory=1&author=me",
     "a basic straightforward-approach": "a basic straightforward-approach",
     "r8_alpha16_dropout_05_long_name": "r8_alpha16_dropout_05_long_name",
     "git@host.com:2/a b:c@d ratio 3:4@5": "git@host.com:2/a b:c@d ratio 3:4@5",
@@ -118,7 +126,19 @@ def test_a_refused_secret_is_not_quoted() -> None:
     assert masked_argument("--data=x") == "--data=x" and masked_argument(f"a.api_key={SECRET}") == f"a.api_key={MASK}"
 
 
-KEYS = "AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID x-api-key private_key access_key token a.token passphrase cookie credentials"
+KEYS = """
+AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID x-api-key private_key access_key token a.token passphrase cookie credentials
+auth basic_auth training.report.auth SENTRY_DSN dsn webhook slackWebhook webhook_url connection_string AZURE_STORAGE_CONNECTION_STRING
+connectionString conn_str otp user_otp totp pin user.pin sim-pin pin_2 jwt hub_tokens auth_tokens access-tokens api_keys openaiApiKey
+apiKeys_1 API_KEY_2 passwords db_password secrets client_secrets private_keys github_token SLACK_BOT_TOKEN account_key shared_access_key
+accessKeys master_key dbPassword
+"""
+PLAIN = """
+max_new_tokens tokens_per_step tokens eos_tokens special_tokens num_input_tokens_seen token_cache mask_token pad_token image_token author
+authors authority authentic pin_memory dataloader_pin_memory pinned pinning spin spins hairpin topping dsnap webhooks_enabled otpions
+optimizer keys sort_key primary_key text_key column_keys grid_token hybrid_tokens map_key key_length password_length secretary
+auth_method otp_length
+"""
 
 
 @pytest.mark.parametrize("key", KEYS.split())
@@ -127,6 +147,19 @@ def test_secrets_by_their_keys(key: str) -> None:
         assert masked(value, key) == MASK and masked({key: value, "b": 1}) == {"b": 1}
     for text in (f"{key}: {SECRET}", f"a={{{key}: {{b: {SECRET}}}}}", f"{key}: 'a {SECRET}'", f"{key}: [a, {SECRET}]"):
         assert SECRET not in masked_argument(text) and key in masked_argument(text)
+
+
+@pytest.mark.parametrize("key", PLAIN.split())
+def test_settings_whose_names_hold_the_names_of_secrets_are_shown(key: str) -> None:
+    values = {key: "a", "b": {key: [1, 2]}}
+    assert masked(values) == values and masked("a", f"training.{key}") == "a"
+    for text in (f"training.{key}=a", f"{key}: a", f"b={{{key}: {{c: a}}}}", f"--{key}=a"):
+        assert masked_argument(text) == text
+
+
+def test_a_switch_is_no_secret() -> None:
+    values = {"use_auth": True, "auth": False, "pin": None, "otp": True}
+    assert masked(values) == values and masked(True, "training.use_auth") is True
 
 
 def settings_of(cls: Any) -> Iterator[str]:

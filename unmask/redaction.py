@@ -8,21 +8,38 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 MASK = "********"
-NAMES = (
-    r"(?:(?:hub|hf|auth|access|bearer|session|security|refresh|id)[_-]?token|(?:api|private|access|ssh|signing|encryption|wandb)[_-]?key(?:[_-]?id)?"
-    r"|secret(?:[_-]?key)?|password|passwd|pwd|passcode|passphrase|bearer|authorization|cookies?|credentials?)"
+TOKENS = (
+    "access|api|app|auth|bearer|bot|client|csrf|deploy|github|gitlab|hf|hub|id|jwt|oauth2?|openai|personal|refresh|sas|security|service"
+    "|session|slack|vault|wandb|xsrf"
 )
-SECRET_KEY = re.compile(rf"(?:^|[._-]){NAMES}$|(?:^|\.)token$", re.IGNORECASE)
+"""Before `token` or `tokens`, these make the name of a secret: `eos_token` and `max_new_tokens` are none."""
+KEYS = (
+    "access|account|anthropic|api|app|auth|aws|azure|client|consumer|deploy|encryption|hf|hmac|license|master|openai|private|service|shared"
+    "|signing|ssh|storage|subscription|wandb"
+)
+NAMES = (
+    rf"(?:(?:{TOKENS})[_-]?tokens?|(?:{KEYS})[_-]?keys?(?:[_-]?id)?|secrets?(?:[_-]?keys?)?|passwords?|passwd|pwd|passcodes?|passphrases?"
+    r"|bearer|authorization|cookies?|credentials?|creds|connection[_-]?strings?|conn[_-]?str)"
+)
+WORD = r"(?:(?<![A-Za-z0-9])|(?-i:(?<=[a-z0-9])(?=[A-Z])))"  # where a word of a name begins, also in `slackWebhook`
+WORDS = r"auth|dsns?|webhooks?(?:[_-]?urls?)?|t?otps?|pin|jwts?"  # with more letters they are others: `author`, `spin`
+SECRET = rf"(?:{WORD}(?:{NAMES}|{WORDS})|api[_-]?keys?|passwords?|secrets?)(?:[_-]?\d+)?"
+SECRET_KEY = re.compile(rf"{SECRET}$|(?:^|\.)token$", re.IGNORECASE)
 ASSIGNED = re.compile(  # within a value in YAML
-    rf"((?:{NAMES}|(?<!\w)token)['\"]?\s*[:=]\s*)(?:\{{[^}}]*}}?|\[[^\]]*]?|'[^']*'?|\"[^\"]*\"?|[^\s,}}]+)", re.IGNORECASE
+    rf"((?:{SECRET}|(?<!\w)token)['\"]?\s*[:=]\s*)(?:\{{[^}}]*}}?|\[[^\]]*]?|'[^']*'?|\"[^\"]*\"?|[^\s,}}]+)", re.IGNORECASE
 )
 PASSWORD = re.compile(r"(?<=:/)(/?[^\s/@:?#]*):(?:[^\s/?#]+|(?!\d+/)[^\s?#@]+)@")  # of a URL, which pathlib may have folded to http:/
 USER = re.compile(r"(\bhttps?:/{1,2})[^\s/@:?#]+@", re.IGNORECASE)
 OF_HOST = re.compile(r"(?<![\w/:.+-])([\w.+-]+):[^\s/@]+@(?=[\w.-]+:\d)")  # user:password@host:port
-PARAMETER = re.compile(r"([?&#][\w.-]*(?:token|key|secret|password|pwd|signature|sig|auth|credential)=)[^&\s#'\"]+", re.IGNORECASE)
+PARAMETER = re.compile(  # of a URL, or in a connection string
+    r"((?:[?&#;](?:[\w.-]*(?:token|key|secret|password|pwd|signature|sig|auth|credential)|(?:[\w.-]*[_.-])?(?:t?otp|pin|jwt))"
+    r"|\b(?:password|pwd|passwd|AccountKey|SharedAccessKey))=)[^&\s#'\"]+",
+    re.IGNORECASE,
+)
 TOKEN = re.compile(
     r"\b(?:(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[abeprs]-|nvapi-|pypi-AgE|npm_|ya29\.|(?i:bearer) )[\w.-]{16,}|(AIza)[\w-]{30,}"
     r"|(hooks\.slack\.com/services/|(?i:authorization: basic) )[\w/+=]{8,}"
+    r"|(discord(?:app)?\.com/api/webhooks/|webhook\.office\.com/webhookb2/)[^\s'\"]+|(api\.telegram\.org/bot)[\w:-]+"
     r"|(gsk_|r8_)[A-Za-z0-9]{30,}|(A[KS]IA)[A-Z0-9]{16}\b|(eyJ)[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
 )
 CONTROL = re.compile(
@@ -37,15 +54,20 @@ def masked_text(text: str) -> str:
     return TOKEN.sub(lambda found: f"{found[found.lastindex or 0]}{MASK}", text)
 
 
+def is_secret(key: str, value: Any) -> bool:
+    """Whether the value of a setting is a secret: the key says so, and it is more than a switch (`use_auth: true`)."""
+    return bool(value) and value is not True and SECRET_KEY.search(key) is not None
+
+
 def masked(value: Any, key: str = "") -> Any:
     """The value of a setting, which may hold others, without secrets: those in texts, and settings such as `api_key`, which mappings then
     lack: a run that reads them takes its own, or none."""
-    if value and SECRET_KEY.search(key):
+    if is_secret(key, value):
         return MASK
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {name: masked(item) for name, item in value.items() if not (item and SECRET_KEY.search(str(name)))}
+        return {name: masked(item) for name, item in value.items() if not is_secret(str(name), item)}
     if isinstance(value, list | tuple):
         return type(value)(masked(item) for item in value) if type(value) in (list, tuple) else value
     return masked_text(value) if isinstance(value, str) else value

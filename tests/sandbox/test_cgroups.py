@@ -48,6 +48,17 @@ except OSError:
         assert group.processes() and group.kill(5.0) and not group.processes()
 
 
+def test_processor_time_of_ended_processes_is_counted(group):
+    before = group.computed()
+    if before is None:
+        pytest.skip("no cpuacct controller")
+    with inside(group, "import time\nif os.fork() == 0:\n    while time.process_time() < 0.3: pass\n    os._exit(0)") as process:
+        process.communicate()
+    while group.processes():
+        pass
+    assert 0.3 <= group.computed() - before < 3.0
+
+
 @pytest.mark.parametrize(("controllers", "wanted"), [("memory pids", "+memory +pids"), ("cpu memory pids", "+memory +pids +cpu")])
 def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
     """In a folder that imitates the hierarchy, as only a host with version 2 has a real one."""
@@ -57,7 +68,9 @@ def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
     group = Group("unmask-1-test", 64 << 20, 4)
     assert (tmp_path / "cgroup.subtree_control").read_text() == wanted and group.shares_processors == ("cpu" in controllers)
     assert {file.name: file.read_text() for file in (tmp_path / "unmask-1-test").iterdir()} == {"memory.max": "67108864", "pids.max": "4"}
-    assert group.entrance() == [str(tmp_path / "unmask-1-test" / "cgroup.procs")]
+    assert group.entrance() == [str(tmp_path / "unmask-1-test" / "cgroup.procs")] and group.computed() is None
+    (tmp_path / "unmask-1-test" / "cpu.stat").write_text("usage_usec 1500000\nuser_usec 1400000\n")
+    assert group.computed() == 1.5
 
 
 def test_groups_of_the_dead_are_swept_up_and_those_of_the_living_are_not(group):

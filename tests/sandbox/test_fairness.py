@@ -45,6 +45,29 @@ def f(x):
             while True: pass
     os.wait()
 """
+UNCOUNTED = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+def f(x):
+    for n in range(15):
+        if os.fork() == 0:
+            while time.process_time() < 0.2: pass
+            os._exit(0)
+        try: os.wait()
+        except ChildProcessError: pass
+    return 2 * x
+"""
+"""Computes in children that nobody waits for: the time of such a one is not added to its parent's when it ends."""
+VFORKS = """
+import ctypes
+libc = ctypes.CDLL(None)
+def f(x):
+    stack = ctypes.create_string_buffer(1 << 16)
+    top = ctypes.c_void_p(ctypes.addressof(stack) + (1 << 16) - 64)
+    libc.clone(ctypes.cast(libc.sleep, ctypes.c_void_p), top, {flags} | 17, ctypes.c_void_p(3))
+    return 2 * x
+"""
+"""Waits for a child that sleeps in its memory (CLONE_VM, CLONE_VFORK), which looks as if it waited for the disk."""
 HOSTILE = [SPINNERS.format(leave=leave) for leave in ("os.setsid", "lambda: os.setpgid(0, 0)", "lambda: os.nice(-5)")]
 
 
@@ -69,6 +92,21 @@ def test_processor_time_of_all_processes_decides(program, status):
     assert status_of(program, TESTS, limits)[0] == status
 
 
+def test_processor_time_of_children_that_nobody_waits_for_is_counted():
+    require_sandbox()
+    if "cgroups" in probe().missing:
+        pytest.skip(probe().missing["cgroups"])
+    assert status_of(UNCOUNTED, TESTS, Limits(seconds=1.0))[0] == "timeout"
+    assert status_of(UNCOUNTED, TESTS, Limits(seconds=9.0))[0] == "ok"
+
+
+@pytest.mark.parametrize("name", [b"\\xff\\xfe", b"a) R 1", b"\\n) D 0 0 (\\n"])
+def test_the_name_of_a_process_may_be_any_bytes(name):
+    """It stands in the file that its times are read from."""
+    program = f"import ctypes, time\nctypes.CDLL(None).prctl(15, b'{name.decode()}', 0, 0, 0)\ntime.sleep(0.3)\ndef f(x): return 2 * x"
+    assert status_of(program, TESTS, Limits())[0] == "ok"
+
+
 NAPS = "import time\ndef f(x):\n    while True: time.sleep(0.01)"
 CHILD_SLEEPS = "import os, time\ndef f(x):\n    os.fork() or time.sleep(99)\n    os.wait()"
 THREAD_COMPUTES = """
@@ -90,6 +128,9 @@ def f(x):
         (SLEEPS.format(seconds=99), TESTS, "timeout"),
         (NAPS, TESTS, "timeout"),
         (CHILD_SLEEPS, TESTS, "timeout"),
+        (VFORKS.format(flags="0x4100"), TESTS, "timeout"),
+        (VFORKS.format(flags="0x4100 | 0x8000"), TESTS, "ok"),  # a sibling (CLONE_PARENT) is refused, so that nothing waits
+        (VFORKS.format(flags="0x4100 | 0x10800"), TESTS, "ok"),  # a thread that is waited for, too
         ("import __main__\n__main__.Pipe.write = lambda *a: None", TESTS, "timeout"),
         (SLEEPS.format(seconds=0.2), TESTS, "ok"),
         (THREAD_COMPUTES, TESTS, "ok"),

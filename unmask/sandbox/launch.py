@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,8 @@ class Member:
 
     def usage(self) -> Usage:
         """What all processes in the sandbox have used until now."""
-        return usage_of(self.ancestor)
+        usage, counted = usage_of(self.ancestor), self.group.computed() if self.group else None
+        return usage if counted is None else replace(usage, computed=counted)
 
     def kill(self) -> None:
         """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not die."""
@@ -157,16 +158,18 @@ def usage_of(pid: int) -> Usage:
         total += Usage(computed=sum(map(int, _stat(process)[11:15])) / os.sysconf("SC_CLK_TCK"))
         for thread in (process / "task").iterdir():
             with contextlib.suppress(OSError):  # as above
-                for child in (thread / "children").read_text().split():
+                children = (thread / "children").read_text().split()
+                for child in children:
                     total += usage_of(int(child))
-                total += Usage(idle=_stat(thread)[0] not in "RD")
+                # A parent waits uninterruptibly for a child that shares its memory (vfork), as for the disk.
+                total += Usage(idle=_stat(thread)[0] not in ("R" if children else "RD"))
                 total += Usage(busy=sum(map(int, (thread / "schedstat").read_text().split()[:2])) / 1e9)
     return total
 
 
 def _stat(process: Path) -> list[str]:
-    """The fields of /proc/PID/stat, from the state."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+    """The fields of /proc/PID/stat, from the state. A name, which may be any bytes, comes before it."""
+    return (process / "stat").read_bytes().rpartition(b")")[2].decode().split()
 
 
 def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:

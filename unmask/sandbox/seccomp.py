@@ -36,6 +36,9 @@ FCNTLS = {"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_SETFL": 4, 
 """Allowed commands of `fcntl`. All others lock, lease or watch files, also those that the host and other sandboxes see."""
 NAMESPACES = 0x7E020000
 """The flags of `clone` that create namespaces."""
+PARENT, THREAD, VFORK = 0x8000, 0x10000, 0x4000
+"""Flags of `clone`. A thread that waits until its child ends or executes (`VFORK`) looks as if it waited for the disk; `usage_of` tells the
+two apart by the thread's children, so the new process must be a child of the thread."""
 
 
 def write_filter(path: Path) -> None:
@@ -49,7 +52,8 @@ def write_filter(path: Path) -> None:
     for name, requests in (("ioctl", IOCTLS), ("fcntl", FCNTLS)):
         for request in requests.values():
             rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(1, pyseccomp.EQ, request))
-    rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES, 0))
+    for other in (THREAD, VFORK):
+        rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES | PARENT | other, 0))
     # A filter cannot see its flags, which are in memory. With ENOSYS, libraries fall back to `clone`.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with path.open("wb") as file:
