@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,8 +18,9 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.curve import curve_samplers, with_speed
-from unmask.evaluation.file_likelihood import file_likelihood
+from unmask.evaluation.comparison import labels
+from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
+from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
@@ -85,13 +87,15 @@ def evaluate(
     sampler: SamplerConfig,
     output: Path | None = None,
     harness: Callable[[], Harness] | None = None,
+    expected: EvaluationResult | None = None,
 ) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
-    evaluation goes on. `harness` imports what runs tasks of lm-eval.
+    evaluation goes on. `harness` imports what runs tasks of lm-eval. `expected` is a result that is to be of the same model.
 
     Raises:
         ConfigError: an unknown task, or settings that do not fit one another.
-        DataError: a file is missing or malformed, or finished items beside the output are of another evaluation.
+        DataError: a file is missing or malformed, finished items beside the output are of another evaluation, or `expected` is of another
+            model.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     processes = Processes.of_launcher(model.device)
@@ -105,13 +109,14 @@ def evaluate(
         check_evaluation(lm, part.task, part.rows, part.sampler)
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
+    if expected is not None:
+        _refuse_other_model(expected.model, identity)
     sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
     arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
+    documents = _documents(lm, evaluation, sampler)
     log = None
-    if output is not None and parts:
-        protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
-        templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
-        whole = {"model": identity, "protocols": protocols, "pass_at": evaluation.ks, **templates}
+    if output is not None and (parts or documents):
+        whole = {"model": identity, **_protocols(lm, evaluation, parts, documents)}
         log = ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
     scores: dict[str, TaskScores] = {}
     seconds = {}
@@ -119,24 +124,65 @@ def evaluate(
         part_start = time.perf_counter()
         scores[name] = _scores(lm, name, part, log, judge)
         seconds[name] = time.perf_counter() - part_start
-    if evaluation.likelihood:
-        found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
-        scores["likelihood"] = found
-        seconds["likelihood"] = time.perf_counter() - start
+    if documents:
+        scores[LIKELIHOOD] = documents.measure(lm, log)
+        seconds[LIKELIHOOD] = time.perf_counter() - start
     if with_harness is not None:
-        of_harness = {found.task: found for found in _of_harness(with_harness, lm, evaluation, sampler)}
+        of_harness = {found.task: found for found in _of_harness(with_harness, lm, evaluation, sampler, output)}
         scores |= of_harness
         seconds |= dict.fromkeys(of_harness, time.perf_counter() - start)
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(scores, seconds, log)}
-    tasks = list(scores.values())
+    tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
     result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=tasks, environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
         result.write(output)
-        if log is not None:
-            log.remove()
+        _remove_finished(output, log)
     processes.end()
     return result
+
+
+def _protocols(lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None) -> dict[str, Any]:
+    """What items depend on beside the model."""
+    protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
+    protocols |= {LIKELIHOOD: documents.protocol} if documents else {}
+    templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
+    return {"protocols": protocols, "pass_at": evaluation.ks, **templates}
+
+
+def _remove_finished(output: Path, log: ItemLog | None) -> None:
+    """Remove what was kept beside the output: the result is written."""
+    if log is not None:
+        log.remove()
+    for path in output.parent.glob(f"{glob.escape(answers_beside(output).name)}_rank*.db"):
+        path.unlink()
+
+
+def answers_beside(output: Path) -> Path:
+    """Where the answers to requests of lm-eval are kept until the result is written; lm-eval appends `_rank0.db`."""
+    return output.with_name(f"{output.name}.answers")
+
+
+def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> Documents | None:
+    """The documents whose likelihood is measured, if there are any."""
+    if evaluation.likelihood is None:
+        return None
+    if unread := sampler.of_texts:
+        where = f"--{unread[0].replace('_', '-')}"
+        raise ConfigError("a likelihood generates no text", where=where, remedy="Leave it out, or give --task")
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
+    if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
+        remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
+        raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)
+    return documents
+
+
+def _areas(evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapping[str, TaskScores]) -> list[TaskScores]:
+    """The area under the curve of each task, if there are curves."""
+    if not evaluation.curve:
+        return []
+    points = {task: [scores[name] for name, part in parts.items() if part.task.name == task] for task in evaluation.tasks}
+    return [area for of_task in points.values() if (area := curve_scores(evaluation.curve, of_task))]
 
 
 def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
@@ -195,7 +241,9 @@ def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: 
     return with_speed(scores) if evaluation.curve else scores
 
 
-def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+def _of_harness(
+    harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None
+) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
         options["apply_chat_template"] = evaluation.style == "chat"
@@ -207,12 +255,18 @@ def _of_harness(harness: Harness, lm: DiffusionLM, evaluation: EvaluationConfig,
         estimator=evaluation.estimator,
         sampler=sampler,
         protocol=evaluation.protocol,
+        use_cache=None if output is None else str(answers_beside(output)),
         **options,
     )
 
 
 def rerun(path: Path, harness: Callable[[], Harness] | None = None) -> tuple[EvaluationResult, EvaluationResult]:
-    """The result of a file, and that of the same evaluation today."""
+    """The result of a file, and that of the same evaluation today.
+
+    Raises:
+        DataError: the file is no result of `unmask evaluate`, or the model at its path is another one today.
+        ConfigError: it asks for code of a model.
+    """
     before = read_result(path)
     if not before.arguments:
         raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
@@ -220,7 +274,19 @@ def rerun(path: Path, harness: Callable[[], Harness] | None = None) -> tuple[Eva
     if model.get("trust_remote_code"):
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler), harness=harness)
+    sections = ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler)
+    return before, evaluate(*sections, harness=harness, expected=before)
+
+
+def _refuse_other_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a DataError unless both models have the same weights."""
+    if before.get("fingerprint") == now["fingerprint"]:
+        return
+    values = {name: (str(before.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")}
+    changed = [f"{name}: {there} there, {here} now" for name, (there, here) in values.items() if there != here]
+    remedy = "Give the path its former model again, or evaluate this one into another file"
+    what = f"the result is of another model than there is now ({', '.join(changed)})"
+    raise DataError(what, where=str(now["path"]), remedy=remedy)
 
 
 def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
@@ -233,7 +299,13 @@ def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """How two results differ, in rows of a name and both values: in what was measured, and in what may explain it."""
     scores = []
-    for one, other in zip(before.tasks, after.tasks, strict=True):
+    parts_before, parts_after = (dict(zip(labels(result.tasks), result.tasks, strict=True)) for result in (before, after))
+    for label in {**parts_before, **parts_after}:
+        one, other = parts_before.get(label), parts_after.get(label)
+        if one is None or other is None:
+            there, now = ("not measured" if part is None else "measured" for part in (one, other))
+            scores.append((label, there, now))
+            continue
         if one == other:
             continue
         for name in {**one.metrics, **other.metrics}:

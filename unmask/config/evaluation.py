@@ -9,6 +9,13 @@ from pydantic import Field
 from unmask.config.base import Config
 from unmask.errors import ConfigError
 
+UNREAD = {
+    "a task": ("estimator", "samples"),
+    "a likelihood": ("data", "split", "style", "shots", "attempts", "pass_at"),
+    "tasks of lm-eval": ("data", "split", "metric", "judge", "curve", "attempts", "pass_at"),
+}
+"""Settings that do not count for what is measured."""
+
 
 class EvaluationConfig(Config):
     """What to measure.
@@ -65,10 +72,10 @@ class EvaluationConfig(Config):
             raise ConfigError("a likelihood has no sampler", where="--curve", remedy="Leave it out, or give --task")
         if self.include_path is not None and not self.lm_eval:
             raise ConfigError("only lm-eval reads task files", where="--include-path", remedy="Leave it out, or give --lm-eval")
-        unread = {name: getattr(self, name) for name in ("data", "metric", "judge", "curve", "pass_at")} | {"attempts": self.attempts > 1}
-        if self.lm_eval and (given := [name for name, value in unread.items() if value]):
-            remedy = "Leave it out: the task's file says what it is"
-            raise ConfigError("is not read by tasks of lm-eval", where=f"--{given[0].replace('_', '-')}", remedy=remedy)
+        kind = "a task" if self.task else "a likelihood" if self.likelihood is not None else "tasks of lm-eval"
+        if given := [name for name in UNREAD[kind] if getattr(self, name) != type(self).model_fields[name].default]:
+            remedy = "Leave it out: the task's file says what it is" if self.lm_eval else "Leave it out"
+            raise ConfigError(f"is not read by {kind}", where=f"--{given[0].replace('_', '-')}", remedy=remedy)
 
     @property
     def tasks(self) -> list[str]:
