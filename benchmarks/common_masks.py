@@ -2,9 +2,9 @@
 
     python -m benchmarks.common_masks MODEL STORIES.txt --choices piqa.jsonl
 
-The model is converted first. The choices are continuations of held-out stories that differ in one word, which is drawn from the stories and
-may have another number of tokens; and the first two choices of multiple-choice questions (`query`, `choices`), which may have no word in
-common. Every choice is estimated with many seeds, and variances are added over the pairs.
+A causal model is converted first. The choices are continuations of held-out stories that differ in one word, drawn from the stories,
+which may have another number of tokens; and the first two choices of multiple-choice questions (`query`, `choices`), which may have no word
+in common. Every choice is estimated with many seeds, and variances are added over the pairs.
 """
 
 from __future__ import annotations
@@ -65,17 +65,19 @@ def estimates(lm: unmask.DiffusionLM, context: list[int], choice: list[int], sam
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
+    parser.add_argument("model", help="converted, or a causal model to convert")
     parser.add_argument("stories", help="a text file; blank lines separate its documents")
     parser.add_argument("--choices", nargs="*", default=[], help="files of questions")
-    parser.add_argument("--steps", type=int, default=300, help="of the conversion")
+    parser.add_argument("--steps", type=int, default=300, help="of the conversion of a causal model")
     parser.add_argument("--samples", type=int, nargs="+", default=[17, 65])
     parser.add_argument("--pairs", type=int, default=24)
     parser.add_argument("--seeds", type=int, default=24)
     options = parser.parse_args()
     torch.set_num_threads(1)
     texts = load_rows(options.stories)["text"]
-    lm, _ = train(options.model, "full", texts[:-HELD_OUT], options.steps, 16, 3e-3)
+    lm = unmask.load(options.model)
+    if lm.autoregressive:
+        lm, _ = train(options.model, "full", texts[:-HELD_OUT], options.steps, 16, 3e-3)
     lm.model.eval()
     print(heading(), flush=True)
     pairs_of = {"one word apart": one_word_apart(lm, texts[-HELD_OUT:], options.pairs)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,22 @@ from typer.testing import CliRunner
 
 from tests.helpers import run_all
 from unmask.cli.entry import app
+from unmask.commands import evaluate as commands
+from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.demo import DemoSettings, small_model
+from unmask.errors import DataError
+from unmask.evaluation import tasks
 from unmask.evaluation.result_file import EvaluationResult, read_result
 from unmask.tasks import get_task
 
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port", "0"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+    ],
+}
+DIGITS = str.maketrans("05678", "12341")  # to those of the task's alphabet
 DRAWN = ["--task", "sudoku", "--temperature", "1", "--seed", "5", "--dtype", "float64"]
 KILLED = """
 import os, signal, sys
@@ -79,11 +93,15 @@ def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path
 
     changed = json.loads(output.read_text())
     changed["tasks"][0]["items"][0]["completions"][0] += "!"
-    changed["model"]["fingerprint"] = "of another model"
+    changed["environment"]["packages"]["torch"] = "0.4"
     output.write_text(json.dumps(changed))
     again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
     assert again.exit_code == 1
-    assert "items that differ" in again.output and "1 of 5" in again.output and "of another model" in again.output
+    assert "items that differ" in again.output and "1 of 5" in again.output and "packages.torch" in again.output
+    del changed["tasks"][0]
+    output.write_text(json.dumps(changed))
+    again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
+    assert again.exit_code == 1 and "not measured" in again.output
 
 
 def test_several_tasks_at_once(model, tmp_path):
@@ -102,7 +120,8 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
     (scores,) = read_result(tmp_path / "out.json").tasks
     (metric,), (first, second) = scores.metrics.values(), scores.items
     assert metric.low < metric.mean < metric.high and not metric.higher_is_better and metric.standard_error is None
-    assert (first.prompt, first.details) == ("1234", {"tokens": 4}) and first.id != second.id
+    assert first.prompt == "1234" and first.details["tokens"] == 4 and first.id != second.id
+    assert first.details["log_likelihood"] == pytest.approx(-4 * first.scores["nats per token"])
     assert metric.mean == pytest.approx((first.scores["nats per token"] + second.scores["nats per token"]) / 2)
     assert scores.protocol["estimator"] == "exact" and "seed" not in scores.protocol
     assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
@@ -114,7 +133,6 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         ([], "nothing to measure. Give --task, --lm-eval or --likelihood"),
         (["--task", "sudoku", "--likelihood", "a.txt"], "a.txt"),
         (["--likelihood", "a.txt", "--shots", "2"], "--shots: is read by --task or --lm-eval only"),
-        (["--likelihood", "a.txt", "--steps", "2"], "steps: a likelihood has no sampler"),
         (["--task", "sudko"], "unknown task 'sudko'. Did you mean 'sudoku'?"),
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
@@ -124,6 +142,12 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
         (["--task", "sudoku", "--attempts", "3", "--temperature", "1", "--pass-at", "1,x"], "pass_at: 'x' is no number"),
         (["--task", "sudoku", "--shots", "100"], "exceed the context"),
+        (["--likelihood", "a.txt", "--steps", "3"], "--steps: a likelihood generates no text"),
+        (["--likelihood", "a.txt", "--guidance", "1"], "--guidance: a likelihood generates no text"),
+        (["--likelihood", "missing.txt"], "missing.txt"),
+        (["--likelihood", "a.txt", "--attempts", "2"], "--attempts: is read by --task only"),
+        (["--task", "sudoku", "--samples", "3"], "--samples: is read by --likelihood or --lm-eval only"),
+        (["--task", "sudoku", "--estimator", "exact"], "--estimator: is read by --likelihood or --lm-eval only"),
     ],
 )
 def test_what_cannot_be_measured_is_one_error(words, message, model, tmp_path):
@@ -148,6 +172,41 @@ def test_a_file_that_is_no_result_cannot_be_rerun(text, message, tmp_path):
     if text is not None:
         (tmp_path / "out.json").write_text(text)
     assert message in refused("evaluate", "--rerun", tmp_path / "out.json")
+
+
+def test_a_result_of_another_model_cannot_be_rerun(model, tmp_path, monkeypatch):
+    own, output = tmp_path / "model", tmp_path / "out.json"
+    shutil.copytree(model, own)
+    unmask("evaluate", own, "--task", "sudoku", "--rows", 2, "--output", output)
+    before = output.read_bytes()
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 1).save(own)
+    monkeypatch.setattr(tasks, "generate", None)  # found before anything is computed
+    error = refused("evaluate", "--rerun", output).splitlines()[-1]
+    assert error.startswith("error: ") and "of another model than there is now (fingerprint: " in error and output.read_bytes() == before
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_rerun_may_accept_unsandboxed_code(first, monkeypatch, tmp_path):
+    seen = []
+
+    def rerun(path, harness):
+        seen.append(os.environ[ACCEPT_UNSANDBOXED])
+        raise DataError("enough", where="here", remedy="None")
+
+    monkeypatch.setenv(ACCEPT_UNSANDBOXED, "")
+    monkeypatch.setattr(commands, "rerun", rerun)
+    words = ["--rerun", tmp_path / "out.json"]
+    assert "enough" in refused("evaluate", *(["--i-accept-unsandboxed-code", *words] if first else [*words, "--i-accept-unsandboxed-code"]))
+    assert seen == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [(["model"], "model"), (["--batch-size", "3"], "--batch-size"), (["--output", "b.json"], "--output"), (["--overwrite"], "--overwrite")],
+)
+def test_a_rerun_reads_no_other_options(words, name, tmp_path):
+    for given in ([*words, "--rerun", tmp_path / "out.json"], ["--rerun", tmp_path / "out.json", *words]):
+        assert f"{name}: is not read with --rerun" in refused("evaluate", *given)
 
 
 def test_a_result_file_runs_no_code_of_a_model(model, tmp_path):
@@ -189,9 +248,9 @@ def test_the_items_of_another_evaluation_are_not_taken(model, tmp_path):
     assert "another evaluation" in refused("evaluate", model, *DRAWN, "--rows", 2, "--output", output, "--overwrite")
 
 
-def killed_and_resumed(model: str, folder: Path, kills: list[int], rows: int) -> None:
+def killed_and_resumed(model: str, folder: Path, kills: list[int], words: list[str]) -> None:
     """An evaluation that is killed when so many more items are finished, and goes on with another batch size, gives the same result."""
-    command = ["evaluate", model, *DRAWN, "--rows", str(rows), "--output"]
+    command = ["evaluate", model, *words, "--output"]
     unmask(*command, folder / "straight.json")
     output, log = folder / "out.json", folder / "out.json.items.jsonl"
     for kill in kills:
@@ -205,22 +264,36 @@ def killed_and_resumed(model: str, folder: Path, kills: list[int], rows: int) ->
 
 
 def test_a_killed_evaluation_goes_on(model, tmp_path):
-    killed_and_resumed(model, tmp_path, [8], 60)
+    killed_and_resumed(model, tmp_path, [8], [*DRAWN, "--rows", "60"])
+
+
+def text_of_forty(folder: Path) -> list[str]:
+    """The options that measure its likelihood."""
+    (folder / "text.txt").write_text("\n\n".join(str(10**10 + 123456789 * number)[1:].translate(DIGITS) for number in range(40)))
+    return ["--likelihood", str(folder / "text.txt"), "--estimator", "elbo", "--attention", "bidirectional", "--dtype", "float64"]
+
+
+@pytest.mark.slow
+def test_a_killed_likelihood_goes_on(model, tmp_path):
+    killed_and_resumed(model, tmp_path, [8], text_of_forty(tmp_path))
 
 
 @pytest.mark.slow
 def test_an_evaluation_killed_again_and_again_goes_on(model, tmp_path):
-    killed_and_resumed(model, tmp_path, [1, 4, 9, 40, 60], 120)
+    killed_and_resumed(model, tmp_path, [1, 4, 9, 40, 60], [*DRAWN, "--rows", "120"])
 
 
 @pytest.mark.slow
-def test_two_processes_share_the_items(model, tmp_path):
-    command = ["evaluate", model, *DRAWN, "--rows", "30", "--output"]
+@pytest.mark.parametrize("measured", ["task", "likelihood"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_processes_share_the_items(launcher, measured, model, tmp_path):
+    words = [*DRAWN, "--rows", "30"] if measured == "task" else text_of_forty(tmp_path)
+    command = ["evaluate", model, *words, "--output"]
     unmask(*command, tmp_path / "alone.json")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
-    run_all([*launch, *command, str(tmp_path / "two.json")], timeout=300)
+    before = set(tmp_path.iterdir())
+    run_all([sys.executable, *LAUNCHERS[launcher], "-m", "unmask", *command, str(tmp_path / "two.json")], timeout=300)
     assert lasting(read_result(tmp_path / "two.json")) == lasting(read_result(tmp_path / "alone.json"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "two.json"]
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "two.json"}
 
 
 def test_a_protocol_sets_what_is_not_given(model, tmp_path):

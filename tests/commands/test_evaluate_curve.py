@@ -13,8 +13,8 @@ from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.evaluation import tasks
 from unmask.evaluation.comparison import labels
-from unmask.evaluation.curve import area_under
-from unmask.evaluation.result_file import read_result
+from unmask.evaluation.curve import AUP, area_under, curve_scores
+from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, read_result
 from unmask.models.load import load
 from unmask.tasks import get_task
 
@@ -38,22 +38,65 @@ def test_each_point_has_its_sampler_and_its_speed(model, tmp_path):
     output = tmp_path / "curve.json"
     shown = evaluate(model, "--task", "sudoku", "--rows", 6, "--curve", "steps=2,17", "--no-stop-at-eos", "--output", output)
     result = read_result(output)
-    fast, slow = result.tasks
-    assert [part.protocol["sampler"]["steps"] for part in result.tasks] == [2, 17]
-    assert [part.metrics["passes"].mean for part in result.tasks] == [2, 17]
+    *points, area = result.tasks
+    fast, slow = points
+    assert [part.protocol["sampler"]["steps"] for part in points] == [2, 17]
+    assert [part.metrics["passes"].mean for part in points] == [2, 17]
     assert [item.id for item in fast.items] == [item.id for item in slow.items]
-    for part in result.tasks:
+    for part in points:
         assert part.metrics["tokens per pass"].mean == part.total("tokens") / part.total("passes")
-    assert labels(result.tasks) == ["sudoku, steps 2", "sudoku, steps 17"] == list(result.times["tasks"])
+    assert labels(points) == ["sudoku, steps 2", "sudoku, steps 17"] == list(result.times["tasks"])
+    expected = area_under(points)
+    assert area.task == "sudoku, curve" and area.protocol["curve"] == "steps=2,17" and not area.items
+    assert area.metrics[AUP].mean == expected.mean and (area.metrics[AUP].low, area.metrics[AUP].high) == (expected.low, expected.high)
     words = " ".join(shown.split())
-    assert f"sudoku, AUP {area_under(result.tasks):.1f}" in words and "steps 17" in words and "6 malformed" in words
+    assert f"sudoku, AUP {expected:,.1f}" in words and "steps 17" in words and "6 malformed" in words
     assert "the same scores and items" in evaluate("--rerun", output)
+
+
+def test_a_curve_is_compared_and_reported(tmp_path):
+    """The area has no items, so there is nothing to pair; the report shows it with its interval."""
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, solved in zip(paths, ([1, 0, 1, 0, 0, 0], [1, 1, 1, 0, 0, 1]), strict=True):
+        points = [of_steps(steps, solved) for steps in (2, 8)]
+        write(path, [*points, curve_scores("steps=2,8", points)])
+    done = CliRunner(env={"COLUMNS": "150"}).invoke(app, ["compare", *map(str, paths)])
+    assert done.exit_code == 0 and "sudoku, steps 2" in done.output and "curve" not in done.output, (done.output, done.exception)
+    done = CliRunner().invoke(app, ["report", str(paths[0]), "--output", str(tmp_path / "report.html")])
+    assert done.exit_code == 0, (done.output, done.exception)
+    area = area_under(points_of(paths[0]))
+    page = (tmp_path / "report.html").read_text()
+    assert "sudoku, curve" in page and f">{area.mean:,.0f}" in page and f"[{area.low:,.0f}, {area.high:,.0f}]" in page
+
+
+def of_steps(steps, solved):
+    """A point with 8 tokens for each answer."""
+    items = [
+        Item(id=str(n), group=str(n), scores={"solved": float(value)}, completions=["1"], tokens=8, steps=steps, passes=steps)
+        for n, value in enumerate(solved)
+    ]
+    metrics = {"solved": Metric(mean=sum(solved) / max(1, len(solved)))}
+    return TaskScores(task="sudoku", protocol={"sampler": {"steps": steps}}, metrics=metrics, statuses={"ok": len(items)}, items=items)
+
+
+def write(path, tasks):
+    EvaluationResult(model={"path": path.stem}, arguments={"model": {}}, tasks=tasks).write(path)
+
+
+def points_of(path):
+    return [part for part in read_result(path).tasks if part.items]
+
+
+def test_without_a_verdict_a_curve_has_no_area():
+    assert curve_scores("steps=2,8", [of_steps(2, []), of_steps(8, [])]) is None
 
 
 def test_lossy_caches_are_points_too(model, tmp_path):
     evaluate(model, "--task", "sudoku,shuffle", "--rows", 2, "--curve", "cache=exact,prefix,dual", "--output", tmp_path / "out.json")
     assert labels(read_result(tmp_path / "out.json").tasks) == [
-        f"{task}, cache {cache}" for task in ("sudoku", "shuffle") for cache in ("exact", "prefix", "dual")
+        *(f"{task}, cache {cache}" for task in ("sudoku", "shuffle") for cache in ("exact", "prefix", "dual")),
+        "sudoku, curve",
+        "shuffle, curve",
     ]
 
 

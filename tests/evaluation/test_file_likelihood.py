@@ -1,11 +1,16 @@
-"""The likelihood of a file is that of its documents, and says how well it is known."""
+"""The likelihood of a file is that of its documents, says how well it is known, and is shared among processes."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 
 from unmask.demo import DemoSettings, small_model
-from unmask.evaluation.file_likelihood import NATS_PER_TOKEN, file_likelihood
+from unmask.errors import DataError
+from unmask.evaluation import file_likelihood
+from unmask.evaluation.file_likelihood import LIKELIHOOD, NATS_PER_TOKEN, Documents
+from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import log_likelihood
 from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
@@ -21,9 +26,13 @@ def path(tmp_path):
     return str(tmp_path / "text.txt")
 
 
+def measured(lm, path, rows=200, estimator=None, log=None, samples=8):
+    return Documents.read(lm, path, rows, estimator, samples, 5).measure(lm, log)
+
+
 @pytest.mark.parametrize(("lm", "estimator"), [(CAUSAL, "exact"), (BIDIRECTIONAL, "elbo")])
 def test_the_metric_is_over_all_tokens_and_an_item_over_its_own(lm, estimator, path):
-    scores = file_likelihood(lm, path, 200, None, 8, 5)
+    scores = measured(lm, path)
     metric, texts = scores.metrics[NATS_PER_TOKEN], [item.prompt for item in scores.items]
     assert texts == TEXTS
     bos = [lm.tokenizer.bos_token_id]
@@ -35,11 +44,68 @@ def test_the_metric_is_over_all_tokens_and_an_item_over_its_own(lm, estimator, p
     assert (metric.standard_error is None) == (estimator == "exact")
 
 
+def test_too_few_samples_tell_no_error(path):
+    scores = measured(BIDIRECTIONAL, path, samples=2)
+    assert scores.metrics[NATS_PER_TOKEN].standard_error is None
+    assert [item.details["standard_error"] for item in scores.items] == [None, None, 0, None, None]  # the bound of one token is exact
+
+
 def test_equal_documents_have_equal_estimates(path):
-    one, _, _, repeated, _ = file_likelihood(BIDIRECTIONAL, path, 200, "elbo", 8, 5).items
+    one, _, _, repeated, _ = measured(BIDIRECTIONAL, path).items
     assert one.scores == repeated.scores and one.details == repeated.details and one.details["standard_error"] > 0
 
 
 def test_fewer_documents_have_the_same_scores(path):
-    every, first = (file_likelihood(BIDIRECTIONAL, path, rows, "elbo", 8, 5) for rows in (200, 2))
+    every, first = (measured(BIDIRECTIONAL, path, rows=rows) for rows in (200, 2))
     assert every.items[:2] == first.items and every.protocol["rows_sha256"] != first.protocol["rows_sha256"]
+
+
+def test_documents_in_another_order_have_the_same_bits(path, tmp_path):
+    (tmp_path / "turned.txt").write_text("\n\n".join(TEXTS[::-1]))
+    straight, turned = measured(BIDIRECTIONAL, path), measured(BIDIRECTIONAL, str(tmp_path / "turned.txt"))
+    assert sorted(straight.items, key=lambda item: item.id) == sorted(turned.items, key=lambda item: item.id)
+
+
+def test_finished_documents_are_not_measured_again(path, tmp_path, monkeypatch):
+    calls, compute = [], file_likelihood.log_likelihoods
+
+    def counted(lm, *arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return compute(lm, *arguments)
+
+    monkeypatch.setattr(file_likelihood, "log_likelihoods", counted)
+    with pytest.raises(KeyboardInterrupt):
+        measured(BIDIRECTIONAL, path, log=ItemLog(tmp_path / "out.json", {}))
+    log = ItemLog(tmp_path / "out.json", {})
+    assert len(log.finished(LIKELIHOOD)) == 2
+    resumed = measured(BIDIRECTIONAL, path, log=log)
+    assert len(calls) == 3 + 3
+    monkeypatch.undo()
+    assert resumed == measured(BIDIRECTIONAL, path)
+
+
+def test_processes_share_documents(path, tmp_path, monkeypatch):
+    """Each document is measured once, and all processes have the scores of one."""
+    calls, barrier, compute = [], threading.Barrier(2), file_likelihood.log_likelihoods
+    monkeypatch.setattr(file_likelihood, "log_likelihoods", lambda *arguments: calls.append(arguments) or compute(*arguments))
+    found = {}
+
+    def process(rank):
+        log = ItemLog(tmp_path / "out.json", {}, rank=rank, processes=2, wait=lambda: barrier.wait(60))
+        found[rank] = measured(CAUSAL, path, log=log)
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == len(TEXTS)
+    assert found[0] == found[1] == measured(CAUSAL, path)
+
+
+def test_a_file_without_text_is_one_error(tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="empty"):
+        measured(CAUSAL, str(tmp_path / "empty.txt"))

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
-from unmask.cli.train import Unsandboxed, accept_unsandboxed_code
+from unmask.cli.train import Unsandboxed
 from unmask.config.cli_options import spread_configs
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import show_table
+from unmask.errors import ConfigError
 
 if TYPE_CHECKING:
     from unmask.commands.evaluate import Processes
-    from unmask.evaluation.result_file import TaskScores
+    from unmask.evaluation.result_file import Metric, TaskScores
+
+
+class EvaluateCommand(TyperCommand):
+    """With `--rerun FILE` the file has all options: others are an error, and a model is not needed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        values, _, given = self.make_parser(ctx).parse_args(list(args))
+        others = [param for param in given if param.name not in ("rerun", "accept_unsandboxed") and values.get(param.name) is not None]
+        if values.get("rerun") and others and not ctx.resilient_parsing:
+            what, remedy = "is not read with --rerun, whose file has the options", "Leave it out"
+            raise ConfigError(what, where=others[0].opts[0], remedy=remedy)
+        return super().parse_args(ctx, args)
 
 
 def rerun_and_exit(path: Path | None) -> None:
@@ -46,13 +60,14 @@ def evaluate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
     rerun: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", is_eager=True, callback=rerun_and_exit, help="Run a result file again, and say what differs."),
+        typer.Option(
+            metavar="FILE", callback=rerun_and_exit, help="Run a result file again, and say what differs; takes no other options."
+        ),
     ] = None,
 ) -> None:
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
     if output:
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
-    accept_unsandboxed_code(accept_unsandboxed)
     from unmask.commands.evaluate import Processes, refuse_unread
     from unmask.commands.evaluate import evaluate as run_evaluation
 
@@ -64,7 +79,7 @@ def evaluate(
     result = run_evaluation(model, evaluation, sampler, output, import_harness, processes)
     processes.end()
     if evaluation.curve:
-        show_curve(result.tasks, model.path)
+        show_curves(result.tasks, model.path)
         return
     for scores in result.tasks:
         show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
@@ -103,12 +118,13 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     show_table(figures.items(), title=title)
 
 
-def show_curve(tasks: list[TaskScores], title: str) -> None:
+def show_curves(tasks: list[TaskScores], title: str) -> None:
     """Print the points of each task's curve, and the area under it."""
     from unmask.evaluation.comparison import labels
-    from unmask.evaluation.curve import SPEEDS, area_under
+    from unmask.evaluation.curve import AUP, SPEEDS
 
-    for task in dict.fromkeys(scores.task for scores in tasks):
+    areas = {scores.protocol["task"]: area_text(scores.metrics[AUP]) for scores in tasks if AUP in scores.metrics}
+    for task in dict.fromkeys(scores.task for scores in tasks if AUP not in scores.metrics):
         points = [scores for scores in tasks if scores.task == task]
         rows = [
             [
@@ -119,4 +135,9 @@ def show_curve(tasks: list[TaskScores], title: str) -> None:
             ]
             for name, point in zip(labels(points), points, strict=True)
         ]
-        show_table(rows, title=f"{title}: {task}, AUP {area_under(points):.1f}", head=["", "solved", *SPEEDS, "answers"])
+        show_table(rows, title=f"{title}: {task}, AUP {areas.get(task, 'unknown')}", head=["", "solved", *SPEEDS, "answers"])
+
+
+def area_text(area: Metric) -> str:
+    """The area under a curve with its bounds, where they are known."""
+    return f"{area.mean:,.1f}" + ("" if area.low is None or area.high is None else f" [{area.low:,.1f}, {area.high:,.1f}]")

@@ -62,15 +62,22 @@ PROFILE = "unmask.profile"
 """The key under which `profile` passes the verb the steps to record, and the file to write."""
 
 
-Unsandboxed = Annotated[
-    bool, typer.Option("--i-accept-unsandboxed-code", help="Run model-written programs even if no sandbox isolates them.")
-]
-
-
-def accept_unsandboxed_code(accepted: bool) -> None:
+def accept_unsandboxed_code(accepted: bool) -> bool:
     """Let this process and those that it starts run programs without isolation."""
     if accepted:
         os.environ[ACCEPT_UNSANDBOXED] = "1"
+    return accepted
+
+
+Unsandboxed = Annotated[
+    bool,
+    typer.Option(
+        "--i-accept-unsandboxed-code",
+        is_eager=True,  # before `--rerun`
+        callback=accept_unsandboxed_code,
+        help="Run model-written programs even if no sandbox isolates them.",
+    ),
+]
 
 
 def train(
@@ -103,7 +110,6 @@ def train(
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
-    accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     older, files = older_layers(os.environ, verb), config or []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,13 +15,15 @@ from typing import Any, NamedTuple
 
 from accelerate import PartialState
 
+from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.curve import curve_samplers, with_speed
-from unmask.evaluation.file_likelihood import file_likelihood
+from unmask.evaluation.comparison import labels
+from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
+from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
@@ -73,6 +76,10 @@ class Processes:
         if self.count > 1:
             PartialState().wait_for_everyone()
 
+    def log(self, output: Path, identity: Mapping[str, Any]) -> ItemLog:
+        """The items that they share, beside the output."""
+        return ItemLog(output, identity, rank=self.rank, processes=self.count, wait=self.wait)
+
     def end(self) -> None:
         """A process aborts if it exits while others still communicate with it."""
         if self.count > 1:
@@ -94,6 +101,7 @@ def evaluate(
     processes: Processes = ALONE,
     *,
     reuse: bool = False,
+    expected: EvaluationResult | None = None,
 ) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
     evaluation goes on.
@@ -102,10 +110,11 @@ def evaluate(
         harness: for tasks of lm-eval.
         processes: that share the work; each has to call this.
         reuse: whether an output that is there is returned if it is of the same model and options.
+        expected: a result that is to be of the same model.
 
     Raises:
         ConfigError: an unknown task, or settings that do not fit one another.
-        DataError: a file is missing or malformed, or finished items beside the output are of another evaluation.
+        DataError: a file is missing or malformed, items beside the output are of another evaluation, or `expected` is of another model.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     if processes.count > 1 and output is None:
@@ -115,36 +124,46 @@ def evaluate(
     parts = {name: part.fitted(lm) for name, part in parts.items()}
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
-    sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
-    arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
-    if reuse and output is not None and output.exists():
-        there = read_result(output)
-        if (there.model, there.arguments) == (identity, masked(arguments)):
-            return there
+    if expected is not None:
+        _refuse_other_model(expected.model, identity)
+    arguments = _arguments(model=model, evaluation=evaluation, sampler=sampler)
+    if reuse and output is not None and (there := _unchanged(output, identity, arguments)):
+        return there
     processes.wait()  # before one of them writes the output
-    log = _log(lm, parts, evaluation, identity, output, processes) if output is not None and parts else None
+    documents = _documents(lm, evaluation, sampler)
+    whole = {"model": identity, **_protocols(lm, evaluation, parts, documents)}
+    log = processes.log(output, whole) if output is not None and (parts or documents) else None
     scores: dict[str, TaskScores] = {}
     seconds: dict[str, float] = {}
     for name, part in parts.items():
         with _timed(scores, seconds):
             scores[name] = _scores(lm, name, part, log, judge)
-    if evaluation.likelihood:
-        samples = evaluation.samples or 32
+    if documents:
         with _timed(scores, seconds):
-            found = file_likelihood(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, samples, sampler.seed)
-            scores["likelihood"] = found
+            scores[LIKELIHOOD] = documents.measure(lm, log)
     if harness is not None and evaluation.lm_eval:
         with _timed(scores, seconds):
-            scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler)}
-    spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
-    times = spent | {"tasks": _speeds(scores, seconds, log)}
-    tasks = list(scores.values())
-    result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=tasks, environment=environment(lm), times=times)
+            scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler, output)}
+    times = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
+    times["tasks"] = _speeds(scores, seconds, log)
+    tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
+    result = EvaluationResult(model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
         result.write(output)
-        if log is not None:
-            log.remove()
+        _remove_finished(output, log)
     return result
+
+
+def _arguments(**sections: Config) -> dict[str, Any]:
+    """The options that were given."""
+    found: dict[str, Any] = masked({name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()})
+    return found
+
+
+def _unchanged(output: Path, model: Mapping[str, Any], arguments: Mapping[str, Any]) -> EvaluationResult | None:
+    """The result that is there, if it is of this model and these options."""
+    there = read_result(output) if output.exists() else None
+    return there if there and (there.model, there.arguments) == (model, arguments) else None
 
 
 @contextmanager
@@ -155,25 +174,52 @@ def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Itera
     seconds.update(dict.fromkeys(scores.keys() - before, time.perf_counter() - start))
 
 
-def _log(
-    lm: DiffusionLM,
-    parts: Mapping[str, Part],
-    evaluation: EvaluationConfig,
-    model: Mapping[str, Any],
-    output: Path,
-    processes: Processes,
-) -> ItemLog:
-    protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
-    templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
-    whole = {"model": model, "protocols": protocols, "pass_at": evaluation.ks, **templates}
-    return ItemLog(output, whole, rank=processes.rank, processes=processes.count, wait=processes.wait)
-
-
 def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
     """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured."""
-    unread = sorted(sampler.model_dump(exclude_defaults=True, exclude={"seed"}))
+    unread = sampler.of_texts
     if unread and not (evaluation.task or evaluation.lm_eval):
-        raise ConfigError("a likelihood has no sampler", where=unread[0], remedy="Leave it out, or give --task or --lm-eval")
+        where = f"--{unread[0].replace('_', '-')}"
+        raise ConfigError("a likelihood generates no text", where=where, remedy="Leave it out, or give --task or --lm-eval")
+
+
+def _protocols(lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None) -> dict[str, Any]:
+    """What items depend on beside the model."""
+    protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
+    protocols |= {LIKELIHOOD: documents.protocol} if documents else {}
+    templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
+    return {"protocols": protocols, "pass_at": evaluation.ks, **templates}
+
+
+def _remove_finished(output: Path, log: ItemLog | None) -> None:
+    """Remove what was kept beside the output: the result is written."""
+    if log is not None:
+        log.remove()
+    for path in output.parent.glob(f"{glob.escape(answers_beside(output).name)}_rank*.db"):
+        path.unlink()
+
+
+def answers_beside(output: Path) -> Path:
+    """Where the answers to requests of lm-eval are kept until the result is written; lm-eval appends `_rank0.db`."""
+    return output.with_name(f"{output.name}.answers")
+
+
+def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> Documents | None:
+    """The documents whose likelihood is measured, if there are any."""
+    if evaluation.likelihood is None:
+        return None
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
+    if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
+        remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
+        raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)
+    return documents
+
+
+def _areas(evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapping[str, TaskScores]) -> list[TaskScores]:
+    """The area under the curve of each task, if there are curves."""
+    if not evaluation.curve:
+        return []
+    points = {task: [scores[name] for name, part in parts.items() if part.task.name == task] for task in evaluation.tasks}
+    return [area for of_task in points.values() if (area := curve_scores(evaluation.curve, of_task))]
 
 
 def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> EvaluationConfig:
@@ -240,7 +286,9 @@ def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: 
     return with_speed(scores)
 
 
-def _of_harness(harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig) -> list[TaskScores]:
+def _of_harness(
+    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None
+) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
         options["apply_chat_template"] = evaluation.style == "chat"
@@ -253,13 +301,19 @@ def _of_harness(harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConf
         sampler=sampler,
         protocol=evaluation.protocol,
         strict=not (evaluation.task or evaluation.likelihood),
+        use_cache=None if output is None else str(answers_beside(output)),
         **options,
     )
     return found
 
 
 def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult, EvaluationResult]:
-    """The result of a file, and that of the same evaluation today."""
+    """The result of a file, and that of the same evaluation today.
+
+    Raises:
+        DataError: the file is no result of `unmask evaluate`, or the model at its path is another one today.
+        ConfigError: it asks for code of a model.
+    """
     before = read_result(path)
     if not before.arguments:
         raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
@@ -267,7 +321,19 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     if model.get("trust_remote_code"):
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    return before, evaluate(ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler), harness=harness)
+    sections = ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler)
+    return before, evaluate(*sections, harness=harness, expected=before)
+
+
+def _refuse_other_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise a DataError unless both models have the same weights."""
+    if before.get("fingerprint") == now["fingerprint"]:
+        return
+    values = {name: (str(before.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")}
+    changed = [f"{name}: {there} there, {here} now" for name, (there, here) in values.items() if there != here]
+    remedy = "Give the path its former model again, or evaluate this one into another file"
+    what = f"the result is of another model than there is now ({', '.join(changed)})"
+    raise DataError(what, where=str(now["path"]), remedy=remedy)
 
 
 def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
@@ -280,7 +346,13 @@ def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """How two results differ, in rows of a name and both values: in what was measured, and in what may explain it."""
     scores = []
-    for one, other in zip(before.tasks, after.tasks, strict=True):
+    parts_before, parts_after = (dict(zip(labels(result.tasks), result.tasks, strict=True)) for result in (before, after))
+    for label in {**parts_before, **parts_after}:
+        one, other = parts_before.get(label), parts_after.get(label)
+        if one is None or other is None:
+            there, now = ("not measured" if part is None else "measured" for part in (one, other))
+            scores.append((label, there, now))
+            continue
         if one == other:
             continue
         for name in {**one.metrics, **other.metrics}:

@@ -88,6 +88,9 @@ class EvaluationConfig(Config):
         if both:
             what = f"{sorted(both)[0]} is a task of Unmask and of lm-eval"
             raise ConfigError(what, where="evaluate", remedy="Measure it in two evaluations")
+        if self.curve and len(measured) > 1:
+            what = "is of tasks alone, and a text or tasks of lm-eval are measured too"
+            raise ConfigError(what, where="--curve", remedy="Measure them in two evaluations")
         single = [name for name in ("protocol", "curve") if getattr(self, name) is not None]
         if self.against is not None and single:
             what = "is of one model, and two are evaluated alike"

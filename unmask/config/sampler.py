@@ -138,6 +138,11 @@ class SamplerConfig(Config):
         return self.threshold is not None or self.factor is not None or self.entropy_bound is not None
 
     @property
+    def of_texts(self) -> list[str]:
+        """The names of the settings that differ from their defaults and are read only where text is generated."""
+        return sorted(self.model_dump(exclude_defaults=True, exclude={"seed", "batch_size", "max_batch_tokens", "deterministic"}))
+
+    @property
     def lossy(self) -> str | None:
         """The setting that makes tokens differ from the exact sampler's; None: none."""
         names = [f"{self.cache} cache"] if self.cache != "exact" else []

@@ -71,7 +71,8 @@ class Comparison(NamedTuple):
 def compare(results: Sequence[Named]) -> Comparison:
     """Compare the first result with each of the others, on every task and metric of items.
 
-    Items are the same if task and id are. A metric of a whole corpus (BLEU) has no scores of items and is left out.
+    Items are the same if task and id are. A metric of a whole corpus (BLEU) has no scores of items and is left out, as are parts that have
+    no items (groups of tasks, areas under curves).
 
     Raises:
         DataError: fewer than two results, a task or an item that occurs twice in a result, or two results that share no scored item.
@@ -111,6 +112,8 @@ def labels(tasks: Sequence[TaskScores]) -> list[str]:
 def _by_label(result: Named) -> dict[str, TaskScores]:
     found: dict[str, TaskScores] = {}
     for label, part in zip(labels(result.content.tasks), result.content.tasks, strict=True):
+        if not part.items:
+            continue
         if label in found:
             raise DataError(f"the task {label} is there twice", where=result.name, remedy="Give a file that `unmask evaluate` wrote")
         found[label] = part

@@ -22,6 +22,8 @@ SPEEDS = ("passes", "tokens per pass")
 """The metrics that `with_speed` adds."""
 PENALTY, TOLERATED = 3.0, 5.0  # of AUP: alpha, and the points of accuracy that a curve may lose
 AREA_RESAMPLES = 2_000
+AUP = "AUP"
+"""The metric of `curve_scores`."""
 
 
 def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
@@ -114,3 +116,18 @@ def area_under(points: Sequence[TaskScores], metric: str = "solved") -> Interval
         return aup(sums_RM4[..., 1] / sums_RM4[..., 2], 100 * sums_RM4[..., 0] / sums_RM4[..., 3])
 
     return group_bootstrap(values_NC, area, [scored[0][name].group for name in shared], samples=AREA_RESAMPLES)
+
+
+def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
+    """AUP of a task's points as a part of the result file, which has no items of its own; None if no item has a
+    verdict at all points.
+
+    Args:
+        curve: as of `curve_samplers`.
+    """
+    try:
+        area = area_under(points)
+    except DataError:
+        return None
+    protocol = {"task": points[0].task, "curve": curve, "penalty": PENALTY, "tolerated_points": TOLERATED}
+    return TaskScores(task=f"{points[0].task}, curve", protocol=protocol, metrics={AUP: _metric(area, higher_is_better=True)})

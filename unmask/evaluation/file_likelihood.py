@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +13,7 @@ from unmask.data.encoding import encode_prompt
 from unmask.data.rows import Column
 from unmask.data.sources import load_rows
 from unmask.errors import DataError
+from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_bootstrap
@@ -18,47 +22,80 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import masked_text
 
 NATS_PER_TOKEN = "nats per token"
+LIKELIHOOD = "likelihood"
+"""The name of the task in a result file."""
 
 
-def file_likelihood(lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> TaskScores:
-    """The negative log-likelihood of the tokens after the first of each of a file's first documents, up to the model's context.
+@dataclass(frozen=True)
+class Documents:
+    """Documents whose likelihood is measured: the tokens after the first of each, up to the model's context."""
 
-    The metric is over all tokens, with an interval that resamples documents; an item's score is over the tokens of its document.
+    by_id: Mapping[str, tuple[str, list[int]]]
+    """The text of each, and its tokens: two or more."""
+    estimator: Estimator
+    samples: int
+    seed: int
+    protocol: dict[str, Any]
+    """What the scores depend on beside the model."""
 
-    Args:
-        estimator: None: that of `default_estimator`.
-        samples, seed: as of `log_likelihoods`.
+    @classmethod
+    def read(cls, lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> Documents:
+        """The first documents of a file.
 
-    Raises:
-        DataError: the file is missing or malformed, or no document has two tokens.
-    """
-    texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-    encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
-    documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
-    if not documents:
-        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-    estimator = estimator or default_estimator(lm)
-    found = log_likelihoods(lm, [ids[:1] for _, ids in documents], [ids[1:] for _, ids in documents], estimator, samples, seed)
-    errors = found.standard_errors.tolist()
-    nats_N, tokens_N = -found.values.double().numpy(), np.array([len(ids) - 1 for _, ids in documents])
-    problems = [{"text": text} for text, _ in documents]
-    items = [
-        Item(id=name, group=name, scores={NATS_PER_TOKEN: float(nats / tokens)}, prompt=problem["text"], details=_details(tokens, error))
-        for name, problem, nats, tokens, error in zip(item_ids(problems), problems, nats_N, tokens_N, errors, strict=True)
-    ]
-    values_N2 = np.stack([nats_N, tokens_N], axis=1)
-    interval = group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [item.id for item in items])
-    total = int(tokens_N.sum())
-    error = math.sqrt(sum(error**2 for error in errors)) / total
-    metric = as_metric(NATS_PER_TOKEN, interval).model_copy(
-        update={"standard_error": error if 0 < error < math.inf else None, "higher_is_better": False}
-    )
-    settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
-    counts = {"documents": len(items), "tokens": total, "rows_sha256": rows_fingerprint(problems)}
-    protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts}
-    return TaskScores(task="likelihood", protocol=protocol, metrics={NATS_PER_TOKEN: metric}, items=items)
+        Args:
+            estimator: None: that of `default_estimator`.
+            samples, seed: as of `log_likelihoods`.
 
+        Raises:
+            DataError: the file is missing or malformed, or no document has two tokens.
+        """
+        texts = list(Column(load_rows(path, max_rows=rows), "text", path))
+        encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
+        documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
+        if not documents:
+            raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
+        estimator = estimator or default_estimator(lm)
+        settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
+        problems = [{"text": text} for text, _ in documents]
+        counts = {"documents": len(documents), "tokens": sum(len(ids) - 1 for _, ids in documents)}
+        protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts, "rows_sha256": rows_fingerprint(problems)}
+        return cls(dict(zip(item_ids(problems), documents, strict=True)), estimator, samples, seed, protocol)
 
-def _details(tokens: int, error: float) -> dict[str, float]:
-    """Of a document: its tokens, and the standard error of its log-likelihood in nats, where it is an estimate."""
-    return {"tokens": int(tokens)} | ({"standard_error": error} if 0 < error < math.inf else {})
+    def measure(self, lm: DiffusionLM, log: ItemLog | None = None) -> TaskScores:
+        """The negative log-likelihood per token, over the tokens of all documents, with an interval that resamples documents. The score of
+        an item is over the tokens of its document.
+
+        Args:
+            log: keeps documents as they finish, and shares them among processes.
+        """
+        found = {} if log is None else log.finished(LIKELIHOOD)
+        asked = [name for name in self.by_id if name not in found]
+        for number in range(len(asked)) if log is None else log.share(range(len(asked))):
+            item = self._item(lm, asked[number])
+            found[item.id] = item
+            if log is not None:
+                log.add(LIKELIHOOD, [item])
+        if log is not None:
+            found = log.gather(LIKELIHOOD)
+        items = [found[name] for name in self.by_id]
+        values_N2 = np.array([(-item.details["log_likelihood"], item.details["tokens"]) for item in items])
+        interval = group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [item.id for item in items])
+        more = {"standard_error": self._standard_error(items), "higher_is_better": False}
+        metric = as_metric(NATS_PER_TOKEN, interval).model_copy(update=more)
+        return TaskScores(task=LIKELIHOOD, protocol=self.protocol, metrics={NATS_PER_TOKEN: metric}, items=items)
+
+    def _item(self, lm: DiffusionLM, name: str) -> Item:
+        text, ids = self.by_id[name]
+        found = log_likelihoods(lm, [ids[:1]], [ids[1:]], self.estimator, self.samples, self.seed)
+        value, error, tokens = float(found.values[0]), float(found.standard_errors[0]), len(ids) - 1
+        details: dict[str, float | None] = {"tokens": tokens, "log_likelihood": value}
+        if self.estimator == "elbo":
+            details["standard_error"] = error if math.isfinite(error) else None
+        return Item(id=name, group=name, scores={NATS_PER_TOKEN: -value / tokens}, prompt=text, details=details)
+
+    def _standard_error(self, items: Sequence[Item]) -> float | None:
+        """Of the metric, over the random masks; None where it is exact or not known."""
+        errors = [item.details.get("standard_error", 0.0) for item in items]
+        if None in errors or not any(errors):
+            return None
+        return math.sqrt(math.fsum(error**2 for error in errors)) / int(self.protocol["tokens"])

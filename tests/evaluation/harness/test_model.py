@@ -217,6 +217,66 @@ def test_answers_are_kept_in_the_cache(tmp_path, monkeypatch):
     assert all(error > 0 for error in errors)  # also of those from the cache
 
 
+def test_answers_of_another_model_or_setting_are_refused(tmp_path):
+    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 2)
+
+    def run(model):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        cache = str(tmp_path / "answers")
+        return lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, use_cache=cache)
+
+    first = run(HarnessLM(toy.toy(), samples=9))
+    assert run(HarnessLM(toy.toy(), samples=9, batch_size=3))["samples"] == first["samples"]
+    for model, changed in (
+        (HarnessLM(toy.toy(seed=1), samples=9), "fingerprint"),
+        (HarnessLM(toy.toy(), samples=9, seed=1), "seed"),
+        (HarnessLM(toy.toy(), samples=7), "samples"),
+        (HarnessLM(toy.toy(), samples=9, max_length=20), "max_length"),
+    ):
+        with pytest.raises(DataError, match=rf"answers_rank0.db: has answers of another evaluation \({changed}\)"):
+            run(model)
+
+
+def test_several_answers_to_a_prompt_are_not_kept_as_one(tmp_path):
+    """lm-eval's file knows a request by its text, and has one answer to it; those of `do_sample: true` it does not read."""
+    texts = {"doc_to_text": "{{q}}", "doc_to_target": "ab", "repeats": 3}
+    asked = {"max_gen_toks": 8, "temperature": 2.0, "allowed_tokens": LETTERS}
+    for name, more in (("silent", {}), ("drawn", {"do_sample": True})):
+        kwargs = {"generation_kwargs": asked | more}
+        write_task(tmp_path, name, TASKS["local_stories"] | texts | kwargs, [{"q": "ab"}, {"q": "b"}])
+
+    def run(name, **options):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        found = lm_eval.simple_evaluate(model=HarnessLM(toy.toy()), tasks=[name], task_manager=manager, bootstrap_iters=0, **options)
+        return [sample["resps"] for sample in found["samples"][name]]
+
+    for name in ("silent", "drawn"):
+        assert len(set(run(name)[0][0])) > 1
+    with pytest.raises(ConfigError, match="use_cache: keeps only one of several answers to a prompt"):
+        run("silent", use_cache=str(tmp_path / "silent_answers"))
+    kept = {"use_cache": str(tmp_path / "answers")}
+    assert run("drawn", **kept) == run("drawn", **kept) == run("drawn")
+
+
+def test_a_loaded_model_is_an_argument(tmp_path):
+    """By the registered name, with the model in `model_args`; requests are cached by lm-eval."""
+    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}] * 3)
+    lm, found = toy.toy(), []
+    for model, more in (("unmask", {"model_args": {"pretrained": lm, "samples": 9}}), (HarnessLM(lm, samples=9), {})):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        options = {"tasks": ["small"], "bootstrap_iters": 0, "limit": 2, "cache_requests": True, "log_samples": True}
+        found.append(lm_eval.simple_evaluate(model=model, task_manager=manager, **more, **options))
+    assert found[0]["samples"] == found[1]["samples"] and len(found[0]["samples"]["small"]) == 2
+
+
+def test_guidance_is_refused_by_likelihoods():
+    model = HarnessLM(toy.toy(), guidance=1.0)
+    assert generated(model, ["ab"], max_gen_toks=4)
+    for ask in (measured, lambda model: rolling(model, ["ab"])):
+        with pytest.raises(ConfigError, match="guidance: likelihoods are computed without guidance"):
+            ask(model)
+
+
 SCRIPT = """
 import json, sys
 import lm_eval

@@ -59,9 +59,9 @@ def test_the_authors_number_of_examples_is_set(folder, monkeypatch):
 
 
 def test_samples_that_are_given_win():
-    assert HarnessLM(toy.toy(), protocol="llada-base")._samples_of("mmlu_anatomy") == 1
-    assert HarnessLM(toy.toy(), protocol="llada-base", samples=7)._samples_of("mmlu_anatomy") == 7
-    assert HarnessLM(toy.toy())._samples_of("mmlu_anatomy") == 128
+    assert HarnessLM(toy.toy(), protocol="llada-base").samples_of("mmlu_anatomy") == 1
+    assert HarnessLM(toy.toy(), protocol="llada-base", samples=7).samples_of("mmlu_anatomy") == 7
+    assert HarnessLM(toy.toy()).samples_of("mmlu_anatomy") == 128
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,14 +15,14 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_key
-from unmask.errors import ConfigError, GenerationError
+from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.greedy import is_greedy
 from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
@@ -31,8 +32,13 @@ from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.models.model_state import fingerprint
 
+Wanted = tuple[int, list[int], int, list[str]]
+"""A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and the stop strings."""
 DEFAULT_SAMPLES = 128
+KEPT_OF = "unmask"
+"""The key, in lm-eval's file of answers, of what they depend on beside the request."""
 _read_protocol = cache(read_protocol)
 DEFAULT_CONTEXT = 2048
 """Tokens, for a model whose config does not say: as lm-eval."""
@@ -135,8 +141,11 @@ class HarnessLM(TemplateLM):
     def _given(self) -> dict[str, Any]:
         return {name: getattr(self.sampler, name) for name in self.sampler.model_fields_set}
 
-    def _samples_of(self, task: str | None) -> int:
-        """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its answers, or use guidance."""
+    def samples_of(self, task: str | None) -> int:
+        """The views per likelihood of a task's requests. Raises ConfigError if the authors generate its answers, or for guidance."""
+        if self.sampler.guidance:
+            remedy = f"Leave it out, or evaluate without {task}"
+            raise ConfigError("likelihoods are computed without guidance", where="guidance", remedy=remedy)
         protocol = self.protocol_of(task)
         if protocol is None:
             return self.samples
@@ -157,35 +166,56 @@ class HarnessLM(TemplateLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         answers: list[tuple[float, bool]] = []
         keys = _mask_keys(requests)
-        for _, some in itertools.groupby(
-            self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm), key=lambda x: _question(x[0])
-        ):
-            finished = [(request.args, self._answer(request, key)) for request, key in some]
-            for arguments, answer in finished:  # a question is kept whole, or not at all
-                self.cache_hook.add_partial("loglikelihood", arguments, answer)
-                answers.append(answer)
+        with self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm) as shown:
+            for _, some in itertools.groupby(shown, key=lambda pair: _question(pair[0])):
+                finished = [(request.args, self._answer(request, key)) for request, key in some]
+                for arguments, answer in finished:  # a question is kept whole, or not at all
+                    self.cache_hook.add_partial("loglikelihood", arguments, answer)
+                    answers.append(answer)
         return answers
+
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
+        """Keep answers in a file of lm-eval. It knows a request by its text alone, so the file notes the model and its settings.
+
+        Raises:
+            DataError: the file has the answers of another model, or of other settings.
+        """
+        super().set_cache_hook(cache_hook)
+        answers = cache_hook.dbdict
+        if answers is None:
+            return
+        own = json.loads(json.dumps({"fingerprint": fingerprint(self.lm.model), **self.lm.settings, **self.protocol}))
+        if (kept := answers.get(KEPT_OF)) is None and not len(answers):
+            answers[KEPT_OF] = own
+        elif kept != own:
+            changed = [name for name in own if (kept or {}).get(name) != own[name]]
+            remedy = "Choose another file, or remove this one"
+            raise DataError(
+                f"has answers of another evaluation ({', '.join(changed)})", where=f"use_cache {answers.filename}", remedy=remedy
+            )
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         return [self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         answers: list[float] = []
-        for request in self._shown(requests, len(requests), disable_tqdm):
-            (text,) = request.args
-            # A causal model does not read the last token of a window, which may therefore be one longer.
-            size = self.max_length - (not self.lm.autoregressive)
-            windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1))
-            samples = self._samples_of(request.task_name)
-            parts = [self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows]
-            answers.append(LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences]))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+        with self._shown(requests, len(requests), disable_tqdm) as shown:
+            for request in shown:
+                answers.append(self._rolling(request.args[0], self.samples_of(request.task_name)))
+                self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
         return answers
+
+    def _rolling(self, text: str, samples: int) -> LogLikelihood:
+        # A causal model does not read the last token of a window, which may therefore be one longer.
+        size = self.max_length - (not self.lm.autoregressive)
+        windows = map(make_disjoint_window, get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, size, context_len=1))
+        parts = [self._estimate(context, ids, sequence_key([*context, *ids]), samples) for context, ids in windows]
+        return LogLikelihood(sum(parts), [difference for part in parts for difference in part.differences])
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         answers: list[str] = [""] * len(requests)
         repeats: Counter[int] = Counter()
-        by_sampler: dict[str, list[tuple[int, list[int], int, list[str]]]] = {}
+        by_sampler: dict[str, list[Wanted]] = {}
         samplers: dict[str, SamplerConfig] = {}
         for number, request in enumerate(requests):
             context, gen_kwargs = request.args
@@ -197,6 +227,9 @@ class HarnessLM(TemplateLM):
                 what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
                 raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
+            if repeats[id(request)] and self.cache_hook.dbdict is not None and sampler.temperature and not gen_kwargs.get("do_sample"):
+                remedy = "Set do_sample: true in the task's generation_kwargs (then they are drawn again), or leave use_cache out"
+                raise ConfigError("keeps only one of several answers to a prompt", where="use_cache", remedy=remedy)
             key = sequence_key(prompt, repeats[id(request)])  # lm-eval repeats a request to get several samples
             repeats[id(request)] += 1
             name = sampler.model_dump_json()
@@ -204,15 +237,19 @@ class HarnessLM(TemplateLM):
             by_sampler.setdefault(name, []).append((number, prompt, key, until))
         for name, group in by_sampler.items():
             size = samplers[name].batch_size
-            for first in self._shown(range(0, len(group), size), -(-len(group) // size), disable_tqdm):
-                some = group[first : first + size]
-                found = generate(self.lm, [prompt for _, prompt, _, _ in some], samplers[name], keys=[key for _, _, key, _ in some])
-                for (number, _, _, until), text, tokens, steps, passes in zip(
-                    some, found.texts, found.tokens, found.steps, found.forward_passes, strict=True
-                ):
-                    answers[number] = Text(cut(text, until), len(tokens), max(steps, default=-1) + 1, passes)
-                    self.cache_hook.add_partial("generate_until", requests[number].args, answers[number])
+            with self._shown(range(0, len(group), size), -(-len(group) // size), disable_tqdm) as shown:
+                for first in shown:
+                    for number, answer in self._answer_texts(group[first : first + size], samplers[name]):
+                        answers[number] = answer
+                        self.cache_hook.add_partial("generate_until", requests[number].args, answer)
         return answers
+
+    def _answer_texts(self, batch: Sequence[Wanted], sampler: SamplerConfig) -> Iterator[tuple[int, Text]]:
+        """The number of each request of a batch, and its answer."""
+        found = generate(self.lm, [prompt for _, prompt, _, _ in batch], sampler, keys=[key for _, _, key, _ in batch])
+        made = zip(batch, found.texts, found.tokens, found.steps, found.forward_passes, strict=True)
+        for (number, _, _, until), text, tokens, steps, passes in made:
+            yield number, Text(cut(text, until), len(tokens), max(steps, default=-1) + 1, passes)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
@@ -252,7 +289,7 @@ class HarnessLM(TemplateLM):
 
     def _answer(self, request: Instance, key: int) -> tuple[float, bool]:
         context, continuation = request.args
-        samples = self._samples_of(request.task_name)
+        samples = self.samples_of(request.task_name)
         if protocol := self.protocol_of(request.task_name):
             context = protocol.prompt(context, self.lm)
         return self._score(*self._encode(context, continuation), key, samples)
@@ -275,8 +312,8 @@ class HarnessLM(TemplateLM):
         found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples or self.samples, self.seed, keys=[key])
         return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
 
-    def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> Iterator[Any]:
-        return iter(tqdm(requests, total=total, disable=disable_tqdm or self.rank != 0, desc="Running requests"))
+    def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> tqdm[Any]:
+        return tqdm(requests, total=total, disable=disable_tqdm or self.rank != 0, desc="Running requests")
 
 
 def _whole(value: Any, name: str) -> int:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import lm_eval
 from lm_eval.tasks import TaskManager
 
@@ -31,6 +33,16 @@ OPTIONS = {
 """Of `lm_eval.simple_evaluate`, with their defaults."""
 
 
+@contextmanager
+def _naming_templates(tasks: Sequence[Any]) -> Iterator[None]:
+    """Raise a DataError for the templates of tasks that do not fit their data."""
+    try:
+        yield
+    except jinja2.TemplateError as error:
+        what, where = f"a template of the task does not fit its data: {first_line(error)}", ", ".join(map(str, tasks))
+        raise DataError(what, where=where, remedy="Check the task's `doc_to_text`, `doc_to_choice` and `doc_to_target`") from error
+
+
 class _Tasks(TaskManager):
     """The tasks of lm-eval and of a folder, with clear errors; they stay at hand after `simple_evaluate`."""
 
@@ -50,7 +62,8 @@ class _Tasks(TaskManager):
         if self.found:
             return self.found
         try:
-            self.found = super().load(task_list)
+            with _naming_templates(task_list):
+                self.found = super().load(task_list)
         except UnmaskError:
             raise
         except (OSError, ValueError) as error:  # of the library datasets, for files that are missing or malformed
@@ -93,7 +106,7 @@ def evaluate_with_harness(
 
     Raises:
         ConfigError: an unknown task or option, or an option that none of the tasks obeys.
-        DataError: missing data, or a chat template is asked for where there is none.
+        DataError: missing data, a task's template that does not fit them, or a chat template is asked for where there is none.
     """
     for name in options:
         if name not in OPTIONS:
@@ -108,7 +121,8 @@ def evaluate_with_harness(
         given |= _prompts_of(model, loaded["tasks"], options)
     if strict:
         _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
-    found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
+    with _naming_templates(tasks):
+        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []
     shown = {name: value for name, value in given.items() if name not in ("use_cache", "cache_requests")}
@@ -138,8 +152,7 @@ def _refuse_unread(
     generates = [name for name, task in tasks.items() if task.OUTPUT_TYPE == "generate_until"]
     measures = [name for name in tasks if name not in generates]
     if not generates:
-        set_anyway = {"seed", "batch_size", "max_batch_tokens", "deterministic"}
-        unread = sorted(sampler.model_dump(exclude_defaults=True, exclude=set_anyway)) + ["gen_kwargs"] * bool(options["gen_kwargs"])
+        unread = sampler.of_texts + ["gen_kwargs"] * bool(options["gen_kwargs"])
         if unread:
             raise ConfigError("no task generates text", where=unread[0], remedy=f"Leave it out for {', '.join(measures)}")
     unread = [name for name, value in (("samples", samples), ("estimator", estimator)) if value is not None]
@@ -147,9 +160,8 @@ def _refuse_unread(
         raise ConfigError("no task measures likelihoods", where=unread[0], remedy=f"Leave it out for {', '.join(generates)}")
     if samples is not None and not model.bounds:
         raise ConfigError("the likelihood of this model is exact", where="samples", remedy="Leave it out, or set the estimator elbo")
-    if sampler.guidance and measures:
-        what = "likelihoods are computed without guidance"
-        raise ConfigError(what, where="guidance", remedy=f"Leave it out, or evaluate without {', '.join(measures)}")
+    for name in measures:
+        model.samples_of(name)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

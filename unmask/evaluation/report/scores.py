@@ -13,7 +13,7 @@ from unmask.evaluation.report.geometry import minus
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores
 from unmask.evaluation.statistics import Interval, paired_difference
 
-WITH_UNITS = {"perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens"}
+WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens"}
 """Words in the names of metrics that are no fractions, whatever their values."""
 
 
