@@ -31,8 +31,8 @@ from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
-from unmask.config.cli_options import spread_configs
 from unmask.config.layers import read_layers
+from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_tokenizer

@@ -11,7 +11,7 @@ import pytest
 from tests.rl.hostile_rewards import BODIES, source
 from tests.training.tiny_runs import PAIRS, make
 from unmask.errors import RunStopped, TrainingError
-from unmask.rl.reward_functions import Rewards
+from unmask.rl.weighted_rewards import Rewards
 from unmask.training.durable.stopping import StopOnSignal
 
 ROWS = [{"prompt": f"p{i}", "answer": [str(i)]} for i in range(3)]

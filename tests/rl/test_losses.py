@@ -21,8 +21,8 @@ from unmask.rl.losses import (
     advantages,
     clipped_surrogate,
     count_items,
-    divergence,
     kept_groups,
+    kl_divergence,
     overlong_penalty,
     token_weights,
 )
@@ -140,7 +140,7 @@ def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
     assert torch.equal(made.loss, -ADVANTAGE_B1.expand(3, 4))
     made.loss.sum().backward()
     assert torch.equal(policy_BT.grad, -ADVANTAGE_B1.expand(3, 4))  # the policy gradient
-    assert not any((divergence(log_prob_BT - policy_BT, kind) != 0).any() for kind in get_args(Divergence))
+    assert not any((kl_divergence(log_prob_BT - policy_BT, kind) != 0).any() for kind in get_args(Divergence))
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
@@ -189,7 +189,7 @@ def mean_over_samples(policy_V, values_V):
 def test_the_mean_of_k1_and_of_k3_is_the_divergence(kind, seed):
     _, policy_V, reference_V = categorical(seed)
     exact = (policy_V.exp() * (policy_V - reference_V)).sum()
-    torch.testing.assert_close(mean_over_samples(policy_V, divergence(reference_V - policy_V, kind)), exact)
+    torch.testing.assert_close(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), exact)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -197,14 +197,14 @@ def test_the_mean_of_k1_and_of_k3_is_the_divergence(kind, seed):
 def test_the_mean_gradient_of_k1_and_of_k2_is_that_of_the_divergence(kind, seed):
     theta_V, policy_V, reference_V = categorical(seed)
     [exact_V] = torch.autograd.grad((policy_V.exp() * (policy_V - reference_V)).sum(), theta_V, retain_graph=True)
-    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, divergence(reference_V - policy_V, kind)), theta_V)
+    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, kind)), theta_V)
     torch.testing.assert_close(mean_V, exact_V)
 
 
 def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from_the_policy():
     theta_V, policy_V, reference_V = categorical(0)
     [reverse_V] = torch.autograd.grad((reference_V.exp() * (reference_V - policy_V)).sum(), theta_V, retain_graph=True)
-    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, divergence(reference_V - policy_V, "k3")), theta_V)
+    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, kl_divergence(reference_V - policy_V, "k3")), theta_V)
     torch.testing.assert_close(mean_V, reverse_V)
 
 
@@ -213,7 +213,7 @@ def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from
 def test_divergences_are_their_formulas(gap_BT):
     exact_BT = gap_BT.double()
     for kind, expected_BT in {"k1": -exact_BT, "k2": exact_BT**2 / 2, "k3": exact_BT.expm1() - exact_BT}.items():
-        torch.testing.assert_close(divergence(gap_BT, kind).double(), expected_BT, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(kl_divergence(gap_BT, kind).double(), expected_BT, rtol=1e-4, atol=1e-6)
 
 
 # Aggregation.

@@ -11,7 +11,7 @@ from tests.helpers import require_sandbox
 from unmask.rewards import program, symbolic
 from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import OK
-from unmask.rl.reward_functions import Rewards
+from unmask.rl.weighted_rewards import Rewards
 from unmask.sandbox.pool import Pool, PythonTests, python_job
 from unmask.tasks import Reward
 

@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
-from unmask.config.cli_options import spread_configs
+from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, check_output_folder, refuse_existing
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError

@@ -10,8 +10,8 @@ from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.train import Unsandboxed
-from unmask.config.cli_options import spread_configs
 from unmask.config.evaluation import EvaluationConfig
+from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import show_table
 from unmask.errors import ConfigError

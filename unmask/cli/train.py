@@ -2,8 +2,8 @@
 
 1. `train` merges its sources (`config/layers.py`: `read_layers`) and checks the sections (`config/run.py`: `resolve`).
 2. `commands/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer (`make_trainer`).
-3. The trainer's loss reads it as `self.args.NAME`. A setting of an RL method is copied into the method's field of that name
-   (`rl/config.py`: `GRPOConfig.build_method`), which `Method.loss` reads.
+3. The trainer's loss reads it as `self.args.NAME`; transformers' own, such as `learning_rate`, are read by its Trainer. A setting of an RL
+   method is copied into the method's field of that name (`rl/config.py`: `GRPOConfig.build_method`), which `Method.loss` reads.
 """
 
 from __future__ import annotations

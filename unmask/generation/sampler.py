@@ -1,4 +1,5 @@
-"""Completing and infilling with the engine. A step is `Engine._denoise` (`engine/engine.py`); `naive.py` defines which tokens it gives."""
+"""Completing and infilling with the engine. What a step reveals: `engine/steps.py` (`reveal`, `choose`), in the order that `policies.py`
+gives; `naive.py` defines which tokens come out."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import advantages, kept_groups, overlong_penalty
 from unmask.rl.prompts import PromptHistory, PromptRow, completion_key
-from unmask.rl.reward_functions import RewardResult, Rewards
 from unmask.rl.rollout import cut_at_end
+from unmask.rl.weighted_rewards import RewardResult, Rewards
 from unmask.sandbox.outcome import Status
 from unmask.training.distributed import failing_together
 from unmask.training.run_log import metric_of_function

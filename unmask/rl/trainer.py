@@ -30,11 +30,11 @@ from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods.base import LossInputs, averaging_units
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
-from unmask.rl.reward_functions import RewardFunction, make_rewards
 from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
+from unmask.rl.weighted_rewards import RewardFunction, make_rewards
 from unmask.training.checkpoints import steps_done
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, did_you_mean
-from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, divergence
+from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
 Estimator = Literal["token", "mean", "bound"]
@@ -203,7 +203,7 @@ class ClippedMethod(DivergenceMethod):
         loss = clipped.loss if importance is None else importance * clipped.loss
         kl = torch.zeros_like(log_ratio)
         if reference_log_ratio is not None:
-            kl = divergence(self.clamped(reference_log_ratio), self.kl)  # clamped: k3 is an exponential too
+            kl = kl_divergence(self.clamped(reference_log_ratio), self.kl)  # clamped: k3 is an exponential too
         if kl_unbiased:
             kl = log_ratio.exp() * kl
         return weighted_sum(loss + self.beta * kl_weight * kl, weight, clipped.ratio, clipped.clipped, kl)
@@ -261,7 +261,7 @@ class PolicyGradientMethod(DivergenceMethod):
             loss_BT = inputs.importance_BT * loss_BT
         if inputs.reference_BMT is None:
             return weighted_sum(loss_BT, inputs.token_weight_BT)
-        kl_BT = inputs.of_tokens(divergence(inputs.reference_BMT - inputs.policy_BMT, self.kl))  # by view: weights may be far from 1
+        kl_BT = inputs.of_tokens(kl_divergence(inputs.reference_BMT - inputs.policy_BMT, self.kl))  # by view: weights may be far from 1
         return weighted_sum(loss_BT + self.beta * kl_BT, inputs.token_weight_BT, kl=kl_BT)
 
 

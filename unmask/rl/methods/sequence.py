@@ -10,7 +10,7 @@ import torch
 
 from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
-from unmask.rl.losses import MAX_EXPONENT, AdvantageKind, Aggregation, Divergence, divergence
+from unmask.rl.losses import MAX_EXPONENT, AdvantageKind, Aggregation, Divergence, kl_divergence
 from unmask.rl.methods.base import ClippedMethod, Loss, LossInputs, Method, TokenMethod, plan_setting, register, weighted_sum
 from unmask.rl.rollout import Rollout
 
@@ -63,7 +63,7 @@ class ESPO(ClippedMethod):
         if inputs.reference_BMT is None:
             return loss
         reference_B1 = self.clamped(inputs.of_sequences(inputs.reference_BMT) - policy_B1)
-        kl_B1 = divergence(reference_B1, self.kl) / length_B1
+        kl_B1 = kl_divergence(reference_B1, self.kl) / length_B1
         total = loss.total + (inputs.weight_B1 * self.beta * kl_B1).sum()
         return loss._replace(total=total, kl=kl_B1[inputs.weight_B1 > 0].detach())
 

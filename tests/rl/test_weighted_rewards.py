@@ -24,7 +24,7 @@ from transformers import TrainerState
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
-from unmask.rl.reward_functions import Rewards, distinct
+from unmask.rl.weighted_rewards import Rewards, distinct
 from unmask.tasks import Task, get_task
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "completion": "c"} for i in range(3)]
@@ -493,7 +493,7 @@ def test_each_function_tells_once_of_each_kind_of_failure(caplog):
         "reward function second: raised ValueError: line break",
         "reward function both, completion 0: raised KeyError: 'x'",
     ]
-    assert {(record.name, record.levelname) for record in caplog.records} == {("unmask.rl.reward_functions", "WARNING")}
+    assert {(record.name, record.levelname) for record in caplog.records} == {("unmask.rl.weighted_rewards", "WARNING")}
 
 
 def test_functions_that_wait_run_side_by_side(tmp_path):
