@@ -132,7 +132,6 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
     [
         ([], "nothing to measure. Give --task, --lm-eval or --likelihood"),
         (["--task", "sudoku", "--likelihood", "a.txt"], "a.txt"),
-        (["--likelihood", "a.txt", "--shots", "2"], "--shots: is read by --task or --lm-eval only"),
         (["--task", "sudko"], "unknown task 'sudko'. Did you mean 'sudoku'?"),
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
@@ -165,13 +164,8 @@ def test_an_existing_result_is_kept(model, tmp_path):
     assert len(read_result(output).tasks[0].items) == 2
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [('{"format": 1, "mod', "cut"), ("{}", "is no result"), ('{"format": 9}', "of format 9"), (None, "cannot be read")]
-)
-def test_a_file_that_is_no_result_cannot_be_rerun(text, message, tmp_path):
-    if text is not None:
-        (tmp_path / "out.json").write_text(text)
-    assert message in refused("evaluate", "--rerun", tmp_path / "out.json")
+def test_a_file_that_is_no_result_cannot_be_rerun(tmp_path):
+    assert "cannot be read" in refused("evaluate", "--rerun", tmp_path / "out.json")
 
 
 def test_a_result_of_another_model_cannot_be_rerun(model, tmp_path, monkeypatch):
@@ -315,7 +309,6 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
     [
         (["--task", "sudoku", "--protocol", "dreambase"], "there is no protocol 'dreambase'. Did you mean 'dream-base'?"),
         (["--task", "sudoku", "--protocol", "llada-base"], "protocol llada-base: has no task 'sudoku'"),
-        (["--likelihood", "a.txt", "--protocol", "d1"], "--protocol: is read by --task or --lm-eval only"),
         (["--task", "sudoku", "--protocol", "d1"], "chat template"),
     ],
 )

@@ -122,19 +122,6 @@ def test_a_killed_curve_goes_on_at_its_point(model, tmp_path, monkeypatch):
     assert sorted(path.name for path in Path(tmp_path).iterdir()) == ["killed.json", "whole.json"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--curve", "stpes=2,4"], "Did you mean 'steps'"),
-        (["--curve", "steps=2"], "two different values"),
-        (["--curve", "steps=2,4", "--threshold", "0.9"], "contradict one another"),
-        (["--curve", "entropy_bound=0.1,0.5"], "Use policy 'entropy'"),
-    ],
-)
-def test_what_is_no_curve_is_one_error(words, message, model):
-    error = evaluate(model, "--task", "sudoku", *words, status=2)
-    assert message in error and len(error.splitlines()) == 1
-
-
-def test_a_likelihood_has_no_curve(model, tmp_path):
-    assert "--curve: is read by --task only" in evaluate(model, "--likelihood", tmp_path / "text.txt", "--curve", "steps=2,4", status=2)
+def test_what_is_no_curve_is_one_error(model):
+    error = evaluate(model, "--task", "sudoku", "--curve", "stpes=2,4", status=2)
+    assert "Did you mean 'steps'" in error and len(error.splitlines()) == 1

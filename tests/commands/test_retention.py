@@ -10,9 +10,7 @@ import pytest
 from tests.commands.test_evaluate import refused, unmask
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.training.tiny_runs import QUICK
-from unmask.config.evaluation import EvaluationConfig
 from unmask.demo import DemoSettings, small_model
-from unmask.errors import ConfigError
 from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 from unmask.tasks import get_task
@@ -73,28 +71,11 @@ def test_a_result_of_the_earlier_model_is_not_measured_again(folder, tmp_path):
     assert len(read_result(tmp_path / "out.before.json").tasks[0].items) == 3
 
 
-def test_without_other_words_tasks_of_lm_eval_are_measured():
-    assert EvaluationConfig(against="a").harness_tasks == ["wikitext", "hellaswag", "arc_easy", "piqa"]
-    assert not EvaluationConfig(against="a", task=["sudoku"]).harness_tasks
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--task", "sudoku", "--protocol", "d1"], "--protocol: is of one model"),
-        (["--task", "sudoku", "--curve", "steps=1,2"], "--curve: is of one model"),
-        (["--likelihood", "missing.txt"], "missing.txt"),
-    ],
-)
-def test_what_cannot_be_compared_is_one_error(words, message, folder, tmp_path):
-    words = ["evaluate", folder / "converted", "--against", folder / "causal", *words, "--output", tmp_path / "out.json"]
-    assert message in refused(*words)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_is_not_there(folder, tmp_path):
-    words = ["--against", folder / "missing", "--task", "sudoku", "--output", tmp_path / "out.json"]
-    assert "missing" in refused("evaluate", folder / "converted", *words)
+@pytest.mark.parametrize("words", [["causal", "--likelihood", "missing.txt"], ["missing", "--task", "sudoku"]])
+def test_a_model_or_text_that_is_not_there(words, folder, tmp_path):
+    earlier, *measured = words
+    words = ["evaluate", folder / "converted", "--against", folder / earlier, *measured, "--output", tmp_path / "out.json"]
+    assert "missing" in refused(*words)
     assert not list(tmp_path.iterdir())
 
 
@@ -126,14 +107,3 @@ def test_what_a_run_is_to_measure_is_checked_before_it_trains(folder, tmp_path):
     assert "nothing to measure" in refused(*command, "retention.rows=3")
     assert "model.from_scratch" in refused(*command, "retention.task=[sudoku]", "model.from_scratch=true")
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-
-
-def test_settings_that_nothing_reads_are_refused():
-    for settings, message in (
-        ({"task": ["sudoku"], "samples": 3}, "--samples: is read by --likelihood or --lm-eval only"),
-        ({"likelihood": "a.txt", "shots": 2}, "--shots: is read by --task or --lm-eval only"),
-        ({"likelihood": "a.txt", "curve": "steps=1,2"}, "--curve: is read by --task only"),
-        ({"task": ["gsm8k"], "lm_eval": ["gsm8k"]}, "gsm8k is a task of Unmask and of lm-eval"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            EvaluationConfig(**settings)

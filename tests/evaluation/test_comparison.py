@@ -9,7 +9,7 @@ import pytest
 
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.comparison import Named, compare
-from unmask.evaluation.forest_plot import write_forest_plot
+from unmask.evaluation.forest_plot import check_picture, write_forest_plot
 from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores
 from unmask.evaluation.statistics import holm
 
@@ -60,8 +60,8 @@ def test_items_of_one_group_count_as_one():
 
 
 def test_all_differences_are_corrected_together_and_lower_may_be_better():
-    before = [part(numbered([0.0] * 8), task) for task in ("a", "b")] + [part(numbered([2.0] * 12), "c", metric="nats", lower=True)]
-    after = [part(numbered([1.0] * 8), task) for task in ("a", "b")] + [part(numbered([1.5] * 12), "c", metric="nats", lower=True)]
+    before = [part(numbered([0.0] * 8), task) for task in ("a", "b")] + [part(numbered([0.75] * 12), "c", metric="nats", lower=True)]
+    after = [part(numbered([1.0] * 8), task) for task in ("a", "b")] + [part(numbered([0.25] * 12), "c", metric="nats", lower=True)]
     found, _ = compare([result("A", *before), result("B", *after), result("C", *before)])
     assert [(each.task, each.other) for each in found] == [(task, other) for other in "BC" for task in "abc"]
     assert [each.adjusted for each in found] == holm([each.p_value for each in found])
@@ -141,4 +141,4 @@ def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path
     assert (tmp_path / "forest.png").read_bytes().startswith(b"\x89PNG")
     ET.parse(tmp_path / "forest.svg")
     with pytest.raises(ConfigError, match=r"forest.gif is neither a PNG nor an SVG"):
-        write_forest_plot(comparison, "A", tmp_path / "forest.gif")
+        check_picture(tmp_path / "forest.gif")

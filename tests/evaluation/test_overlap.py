@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
-from typer.testing import CliRunner
 
 from tests.evaluation.test_tasks import written
-from unmask.cli import app
 from unmask.config.run import SamplerConfig
 from unmask.data.problems import read_problems
 from unmask.demo import DemoSettings, small_model
-from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
-from unmask.evaluation.result_file import read_result
 from unmask.evaluation.statistics import Interval
 from unmask.evaluation.tasks import evaluate_task
 from unmask.evaluation.text_metrics import GeneratedTexts, text_metrics
@@ -68,39 +62,10 @@ def test_identical_texts_score_one():
     assert [round(interval.mean, 6) for interval in found.values()] == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("metrics", "texts", "error", "message"),
-    [
-        (["bleau"], TEXTS, ConfigError, "metric: unknown metric 'bleau'.*bleu"),
-        (["bleu"], TEXTS[:3], DataError, "3 texts, 3 prompts, 4 references and 4 groups"),
-    ],
-)
-def test_wrong_arguments_are_refused(metrics, texts, error, message):
-    with pytest.raises(error, match=message):
-        overlap(metrics, texts, REFERENCES, GROUPS)
-    with pytest.raises(DataError, match="0 texts"):
-        overlap(["bleu"], [], [], [])
-
-
-@pytest.mark.parametrize(
-    ("metric", "module", "package"), [("rouge", "rouge_score.rouge_scorer", "rouge-score"), ("bleu", "sacrebleu", "sacrebleu")]
-)
-def test_the_error_for_a_missing_library_has_the_install_command(metric, module, package, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"metric {metric}: needs {package}, .*pip install 'unmask\[eval\]'"):
-        overlap([metric], TEXTS, REFERENCES, GROUPS)
-
-
-def write_rows(folder: Path) -> Path:
-    path = folder / "rows.jsonl"
-    rows = [{"prompt": f"Text {number}:", "completion": reference} for number, reference in enumerate(REFERENCES)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
-    task = get_task("text")
-    rows = read_problems(task, str(write_rows(tmp_path)), None, split="test")
+    task, path = get_task("text"), tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Text {n}:", "completion": text}) + "\n" for n, text in enumerate(REFERENCES)))
+    rows = read_problems(task, str(path), None, split="test")
     lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
     texts = [f"so: <answer>{TEXTS[0]}</answer>", *TEXTS[1:]]
     monkeypatch.setattr(tasks, "generate", lambda *_: written(texts))
@@ -110,21 +75,3 @@ def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     figures = result.to_scores().metrics
     assert figures["bleu"] == tasks.as_metric("bleu", expected["bleu"])
     assert figures["solved"].mean == 0.25 and not evaluate_task(lm, task, rows).of_texts.values
-
-
-def test_the_command_line_measures_them(tmp_path):
-    tokens = get_task("sudoku")
-    lm = small_model(tokens, DemoSettings(hidden=16, layers=1), 0)
-    lm.save(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
-    command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--max-new-tokens", "4", "--metric", "rouge"]
-    command += ["--metric", "bleu", "--output", str(tmp_path / "out.json"), "--task"]
-    made = CliRunner().invoke(app, [*command, "text"])
-    assert made.exit_code == 0, made.output
-    assert read_result(tmp_path / "out.json").tasks[0].metrics.keys() >= {"solved", "rouge1", "rouge2", "rougeL", "bleu"}
-    assert "rougeL" in made.stdout and "bleu" in made.stdout
-    for other, words in (("sudoku", "sudoku has no reference texts"), (None, "a likelihood compares no texts")):
-        last = [other] if other else ["text"]
-        refused = [*command, *last, "--overwrite"] if other else [*command[:-1], "--likelihood", "x.txt", "--overwrite"]
-        result = CliRunner().invoke(app, refused)
-        assert result.exit_code == 2 and words in result.stderr

@@ -33,6 +33,23 @@ def test_other_files_are_one_error(tmp_path, text, message):
         read_result(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "metric", "shown"),
+    [
+        ("solved", Metric(mean=0.934, low=0.912, high=0.951), "93.4% [91.2%, 95.1%]"),
+        ("distinct-2", Metric(mean=0.5), "50.0%"),
+        ("rouge", Metric(mean=31.44, low=20.0, high=40.0), "31.44 [20, 40]"),
+        ("gain", Metric(mean=-1.5), "-1.5"),
+        ("entropy", Metric(mean=0.5, low=0.25, high=0.75), "0.5 [0.25, 0.75]"),
+        ("nats per token", Metric(mean=0.5, higher_is_better=False), "0.5"),
+        ("word_perplexity, strict", Metric(mean=1.0), "1"),
+        ("passes", Metric(mean=1.0, low=0.5, high=1.0), "1 [0.5, 1]"),
+    ],
+)
+def test_fractions_are_shown_in_percent_and_what_has_a_unit_is_not(name, metric, shown):
+    assert metric.shown(name) == shown
+
+
 def test_a_missing_file_is_one_error(tmp_path):
     with pytest.raises(DataError, match="cannot be read"):
         read_result(tmp_path / "missing.json")

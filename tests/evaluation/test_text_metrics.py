@@ -51,25 +51,26 @@ def test_what_a_metric_lacks_is_said(metrics, reference, judge, message):
         check_text_metrics(metrics, "sudoku", has_reference=reference, has_judge=judge)
 
 
-@pytest.mark.parametrize("metric", ["bleu", "self-bleu"])
-def test_a_missing_library_is_named(metric, monkeypatch):
-    monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    with pytest.raises(ConfigError, match=rf"metric {metric}: needs sacrebleu, .*pip install 'unmask\[eval\]'"):
+@pytest.mark.parametrize(("metric", "library"), [("rouge", "rouge_score"), ("bleu", "sacrebleu"), ("self-bleu", "sacrebleu")])
+def test_a_missing_library_is_named(metric, library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ConfigError, match=rf"metric {metric}: needs {library}, .*pip install 'unmask\[eval\]'"):
         check_text_metrics([metric], "text", has_reference=True, has_judge=False)
 
 
-def test_the_command_line_measures_diversity_under_a_judge(tmp_path):
+def test_the_command_line_measures_every_metric(tmp_path):
     small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
     command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--task", "text", "--max-new-tokens", "4"]
     command += ["--output", str(tmp_path / "out.json")]
-    for name in ("entropy", "distinct", "self-bleu", "perplexity"):
+    for name in METRICS:
         command += ["--metric", name]
     refused = CliRunner().invoke(app, command)
     assert refused.exit_code == 2 and "--judge" in refused.stderr
     made = CliRunner().invoke(app, [*command, "--judge", str(tmp_path / "model")])
     assert made.exit_code == 0, made.output
-    assert "perplexity" in made.stdout and "distinct-3" in made.stdout
     scores = read_result(tmp_path / "out.json").tasks[0]
+    for name in ("solved", "rouge1", "rougeL", "bleu", "entropy", "distinct-3", "self-bleu", "perplexity"):
+        assert name in scores.metrics and name in made.stdout
     assert scores.protocol["judged"]["tokens"] > 0 and scores.protocol["judge"]["path"] == str(tmp_path / "model")
     assert scores.metrics["perplexity"].mean > 1 and not scores.metrics["perplexity"].higher_is_better

@@ -108,7 +108,7 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     """Print the metrics of a task, its statuses, and what an item cost."""
     from unmask.evaluation.curve import SPEEDS
 
-    figures = {name: metric.shown() for name, metric in scores.metrics.items() if name not in SPEEDS}
+    figures = {name: metric.shown(name) for name, metric in scores.metrics.items() if name not in SPEEDS}
     figures |= {name: f"{count:,}" for name, count in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
@@ -129,7 +129,7 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
         rows = [
             [
                 name.removeprefix(f"{task}, "),
-                point.metrics["solved"].shown(),
+                point.metrics["solved"].shown("solved"),
                 *(f"{point.metrics[speed].mean:.4g}" for speed in SPEEDS),
                 ", ".join(f"{count} {status}" for status, count in point.statuses.items()),
             ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
 from unmask.errors import DataError
-from unmask.evaluation.comparison import Comparison, Difference, Named
+from unmask.evaluation.comparison import Comparison, Named
 from unmask.evaluation.result_file import read_result
 from unmask.redaction import shown
 
@@ -15,32 +16,23 @@ def read_named(files: Sequence[Path]) -> list[Named]:
     """The results of files, named by the end of their paths that tells them apart. Raises DataError for a file given twice, and as
     `read_result`."""
     resolved = [file.resolve() for file in files]
-    for file in files:
-        if resolved.count(file.resolve()) > 1:
+    for file, path in zip(files, resolved, strict=True):
+        if resolved.count(path) > 1:
             raise DataError("is given twice", where=str(file), remedy="Give each result once")
-    longest = max((len(path.parts) for path in resolved), default=1)
-    short = next((names for n in range(1, longest + 1) if len(set(names := [_tail(path, n) for path in resolved])) == len(names)), [])
-    return [Named(name, read_result(file)) for name, file in zip(short, files, strict=True)]
-
-
-def _tail(path: Path, parts: int) -> str:
-    return str(Path(*path.parts[-parts:]).with_suffix(""))
+    ends = ([str(Path(*path.parts[-parts:])) for path in resolved] for parts in itertools.count(1))
+    names = next(names for names in ends if len(set(names)) == len(names))
+    return [Named(name.removesuffix(".json"), read_result(file)) for name, file in zip(names, files, strict=True)]
 
 
 def difference_rows(comparison: Comparison, *, several: bool) -> list[list[str]]:
     """A row of the table for each difference; with `several` results after the first each names its own."""
-    return [
-        [f"{each.task}: {each.metric}", before, *([each.other] if several else []), after, change, f"{each.adjusted:.2g}", each.verdict]
-        for each in comparison.differences
-        for before, after, change in [_values(each)]
-    ]
-
-
-def _values(each: Difference) -> tuple[str, str, str]:
-    """Both means and the difference."""
-    spec = ".1%" if each.fraction else ".4g"
-    change = each.change
-    return f"{each.before:{spec}}", f"{each.after:{spec}}", f"{change.mean:+{spec}} [{change.low:+{spec}}, {change.high:+{spec}}]"
+    rows = []
+    for each in comparison.differences:
+        spec = ".1%" if each.fraction else ".4g"
+        before, after, change = f"{each.before:{spec}}", f"{each.after:{spec}}", f"{each.change:+{spec}}"
+        name, other = f"{each.task}: {each.metric}", [each.other] if several else []
+        rows.append([name, before, *other, after, change, f"{each.adjusted:.2g}", each.verdict])
+    return rows
 
 
 def shared_lines(comparison: Comparison, first: str) -> list[str]:

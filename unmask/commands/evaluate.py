@@ -21,13 +21,13 @@ from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.comparison import labels
+from unmask.evaluation.comparison import differing, labels
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
 from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
-from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
+from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result, with_settings
 from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -109,7 +109,7 @@ def evaluate(
     Args:
         harness: for tasks of lm-eval.
         processes: that share the work; each has to call this.
-        reuse: whether an output that is there is returned if it is of the same model and options.
+        reuse: whether an existing output of the same model and options is returned instead.
         expected: a result that is to be of the same model.
 
     Raises:
@@ -168,7 +168,7 @@ def _unchanged(output: Path, model: Mapping[str, Any], arguments: Mapping[str, A
 
 @contextmanager
 def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Iterator[None]:
-    """Note the seconds inside for all scores that are added there."""
+    """Note the time of the body for each of the scores that it adds."""
     before, start = set(scores), time.perf_counter()
     yield
     seconds.update(dict.fromkeys(scores.keys() - before, time.perf_counter() - start))
@@ -241,28 +241,26 @@ def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log:
 
 
 def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None) -> dict[str, Part]:
-    """What is measured: each task at each point of the curve, if there is one. The names are those of `labels`.
+    """What is measured: each task at each point of the curve, if there is one. The names are those of `comparison.labels`.
 
     Raises:
-        ConfigError, DataError: as `evaluate`, of all that needs no model.
+        ConfigError, DataError: those of `evaluate` that can be found without a model.
     """
     if evaluation.likelihood:
         load_rows(evaluation.likelihood, max_rows=evaluation.rows)
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
-    points = {"": sampler}
-    if evaluation.curve:
-        setting = evaluation.curve.partition("=")[0]
-        samplers = curve_samplers(sampler, evaluation.curve)
-        points = {f", {setting} {getattr(point, setting)}": point for point in samplers}
+    points = curve_samplers(sampler, evaluation.curve) if evaluation.curve else [sampler]
+    settings = [point.model_dump() for point in points]
     parts: dict[str, Part] = {}
     for name in evaluation.tasks:
         task = get_task(name)
         protocol = read_protocol(evaluation.protocol, name) if evaluation.protocol else None
         wanted = _as_authors(evaluation, protocol)
         rows = _problems(wanted, task, sampler)
-        for at, point in points.items():
-            parts[name + at] = Part(task, rows, point if protocol else sampler_for(task, rows, point), wanted, protocol)
+        for point, own in zip(points, settings, strict=True):
+            used = point if protocol else sampler_for(task, rows, point)
+            parts[with_settings(name, own, settings)] = Part(task, rows, used, wanted, protocol)
     return parts
 
 
@@ -361,20 +359,9 @@ def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list
         items = {item.id: item for item in one.items}
         changed = sum(items.get(item.id) != item for item in other.items)
         scores.append((f"{one.task}: items that differ", "", f"{changed} of {len(other.items)}"))
-        scores += _changed(f"{one.task}: ", one.protocol, other.protocol)
-    return scores, _changed("model: ", before.model, after.model) + _changed("", before.environment, after.environment)
+        scores += differing(one.protocol, other.protocol, f"{one.task}: ")
+    return scores, [*differing(before.model, after.model, "model: "), *differing(before.environment, after.environment)]
 
 
 def _mean(scores: TaskScores, name: str) -> str:
     return f"{scores.metrics[name].mean:.6g}" if name in scores.metrics else "none"
-
-
-def _changed(prefix: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    rows = []
-    for name in {**before, **after}:
-        one, other = before.get(name), after.get(name)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            rows += _changed(f"{prefix}{name}.", one, other)
-        elif one != other:
-            rows.append((prefix + name, str(one), str(other)))
-    return rows

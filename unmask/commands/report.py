@@ -39,10 +39,11 @@ def report_of(paths: Sequence[Path], title: str = "Unmask: runs and evaluations"
         DataError: a path that does not exist, a folder without runs, a log or result file that cannot be read.
     """
     sources = read_sources(paths)
-    keys = list(dict.fromkeys([*(_key(str(folder)) for folder in sources.runs), *(key for key, _ in sources.results)]))
+    of_runs = [_key(str(folder)) for folder in sources.runs]
+    keys = list(dict.fromkeys([*of_runs, *(key for key, _ in sources.results)]))
     names = short_names(keys)
     color = {key: number for number, key in enumerate(keys)}
-    runs = [read_run(folder, names[_key(str(folder))], color[_key(str(folder))]) for folder in sources.runs]
+    runs = [read_run(folder, names[key], color[key]) for folder, key in zip(sources.runs, of_runs, strict=True)]
     results = [Result(names[key], color[key], content) for key, content in sources.results]
     return make_report(title=title, subtitle=_subtitle(sources), entries=[names[key] for key in keys], runs=runs, results=results)
 
@@ -99,13 +100,12 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
     return {key: os.path.relpath(key, common) if key in folders else key for key in keys}
 
 
-def read_run(folder: Path, name: str, color: int, **more: Any) -> Run:
+def read_run(folder: Path, name: str, color: int, description: str = "") -> Run:
     """A run by its log, and by its manifest if it has one."""
     lines = [line for line in MetricsLog(folder / LOG_NAME).read() if isinstance(line, dict)]
     manifest = folder / MANIFEST
     found = [run for run in find_runs([folder]) if Path(run["folder"]) == folder] if manifest.is_file() else []
-    if not found:
-        return Run(name=name, verb=folder.name, color=color, lines=lines, **more)
-    settings = json.loads(manifest.read_text(encoding="utf-8"))
-    run = found[0]
-    return Run(name=name, verb=run["verb"], color=color, lines=lines, state=run["state"], steps=run["steps"], settings=settings, **more)
+    known: dict[str, Any] = {"verb": folder.name}
+    if found:
+        known = {key: found[0][key] for key in ("verb", "state", "steps")} | {"settings": json.loads(manifest.read_text("utf-8"))}
+    return Run(name=name, color=color, description=description, lines=lines, **known)

@@ -68,7 +68,7 @@ def measure_retention(
 
     Args:
         output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed evaluation goes on.
-        reuse: whether a result of the other model that is there is not measured again.
+        reuse: whether an existing result of the earlier model is used, and the model not measured again.
 
     Returns:
         None in a process other than the first.
@@ -99,7 +99,7 @@ def speed_rows(found: Retention) -> list[list[str]]:
 
 
 def check_retention(config: RunConfig, harness: Harness | None) -> None:
-    """Raise the errors of the evaluation at the end of a run that need no model."""
+    """Check what a run is to evaluate at its end: raise those errors of `measure_retention` that can be found without a model."""
     if config.retention is None:
         return
     if config.model.from_scratch:

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unmask.errors import DataError
-from unmask.evaluation.curve import SPEEDS
-from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores
+from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores, is_fraction, with_settings
 from unmask.evaluation.statistics import Interval, holm, paired_difference, sign_flip_p_value
 
 
@@ -33,7 +32,7 @@ class Difference:
     p_value: float
     adjusted: float = 1.0  # by Holm, over all differences of a comparison
     higher_is_better: bool = True
-    fraction: bool = False  # whether all scores are from 0 to 1
+    fraction: bool = False  # whether its values are shown in percent
 
     @property
     def significant(self) -> bool:
@@ -86,9 +85,9 @@ def compare(results: Sequence[Named]) -> Comparison:
         before, after = _by_label(first), _by_label(other)
         count = len(found)
         for label in [label for label in before if label in after]:
-            pairs = _pairs(before[label], after[label], (first.name, other.name))
+            pairs = shared_items(before[label], after[label], (first.name, other.name))
             shared.append(_shared(label, other.name, before[label], after[label], pairs))
-            found += _differences(label, other.name, before[label], after[label], pairs)
+            found += differences_of(label, other.name, before[label], pairs)
         if len(found) == count:
             what = f"shares no scored item with {first.name}: tasks {_list(after)}, there {_list(before)}"
             raise DataError(what, where=other.name, remedy="Evaluate both on the same problems (--data, --rows, and --seed if generated)")
@@ -98,15 +97,8 @@ def compare(results: Sequence[Named]) -> Comparison:
 
 def labels(tasks: Sequence[TaskScores]) -> list[str]:
     """The name of each part of a result: its task, and where a task was measured under several settings of the sampler, those that vary."""
-    names = []
-    for part in tasks:
-        samplers = [other.protocol.get("sampler") or {} for other in tasks if other.task == part.task]
-        own = part.protocol.get("sampler") or {}
-        varied = [
-            name for name in dict.fromkeys(key for sampler in samplers for key in sampler) if len({repr(s.get(name)) for s in samplers}) > 1
-        ]
-        names.append(", ".join([part.task, *(f"{name} {own[name]}" for name in varied if own.get(name) is not None)]))
-    return names
+    samplers = {name: [part.sampler for part in tasks if part.task == name] for name in {part.task for part in tasks}}
+    return [with_settings(part.task, part.sampler, samplers[part.task]) for part in tasks]
 
 
 def _by_label(result: Named) -> dict[str, TaskScores]:
@@ -120,8 +112,9 @@ def _by_label(result: Named) -> dict[str, TaskScores]:
     return found
 
 
-def _pairs(before: TaskScores, after: TaskScores, names: tuple[str, str]) -> list[tuple[Item, Item]]:
-    """The shared items, in the order of their ids: the same whatever the order of the files' items."""
+def shared_items(before: TaskScores, after: TaskScores, names: tuple[str, str]) -> list[tuple[Item, Item]]:
+    """The items that two results share, in the order of their ids. `names` are those of the results, for the DataError if an item is there
+    twice."""
     by_id = []
     for part, name in zip((before, after), names, strict=True):
         items = {item.id: item for item in part.items}
@@ -139,7 +132,8 @@ def _shared(label: str, other: str, before: TaskScores, after: TaskScores, pairs
     return Shared(label, other, count, len(before.items) - count, len(after.items) - count, unscored, settings)
 
 
-def _differences(label: str, other: str, before: TaskScores, after: TaskScores, pairs: Sequence[tuple[Item, Item]]) -> Iterator[Difference]:
+def differences_of(task: str, other: str, before: TaskScores, pairs: Sequence[tuple[Item, Item]]) -> Iterator[Difference]:
+    """The difference in each metric of pairs of items, from `before` to the result named `other`; not yet corrected for their number."""
     for metric in dict.fromkeys(name for one, _ in pairs for name in one.scores):
         scored = [(one, two) for one, two in pairs if metric in one.scores and metric in two.scores]
         if not scored:
@@ -147,7 +141,7 @@ def _differences(label: str, other: str, before: TaskScores, after: TaskScores, 
         groups = [one.group for one, _ in scored]
         old, new = ([item.scores[metric] for item in items] for items in zip(*scored, strict=True))
         yield Difference(
-            task=label,
+            task=task,
             metric=metric,
             other=other,
             items=len(scored),
@@ -156,22 +150,19 @@ def _differences(label: str, other: str, before: TaskScores, after: TaskScores, 
             change=paired_difference(old, new, groups),
             p_value=sign_flip_p_value([b - a for a, b in zip(old, new, strict=True)], groups),
             higher_is_better=before.metrics[metric].higher_is_better if metric in before.metrics else True,
-            fraction=metric not in SPEEDS and all(0 <= score <= 1 for score in [*old, *new]),
+            fraction=is_fraction(metric, [*old, *new]),
         )
 
 
 def differing(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str, str]]:
-    """The keys in which two mappings differ, with both values as text; nested keys are joined by dots."""
+    """The keys in which two mappings differ, with both values as text. Keys stand after `prefix`; nested ones are joined by dots."""
     for name in {**before, **after}:
         one, two = before.get(name), after.get(name)
         if isinstance(one, Mapping) and isinstance(two, Mapping):
             yield from differing(one, two, f"{prefix}{name}.")
         elif one != two:
-            yield prefix + name, _text(one), _text(two)
-
-
-def _text(value: Any) -> str:
-    return "unset" if value is None else str(value)
+            first, second = ("unset" if value is None else str(value) for value in (one, two))
+            yield prefix + name, first, second
 
 
 def _list(parts: Mapping[str, TaskScores]) -> str:

@@ -49,17 +49,12 @@ def with_speed(scores: TaskScores) -> TaskScores:
     passes = mean_interval([float(item.passes) for item in scores.items], groups)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
     parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
-    speeds = _metric(passes, higher_is_better=False), _metric(parallelism, higher_is_better=True)
+    speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)
     metrics = dict(zip(SPEEDS, speeds, strict=True))
     items = [
         item.model_copy(update={"scores": item.scores | {SPEEDS[0]: float(item.passes)}}) if item.scores else item for item in scores.items
     ]
     return scores.model_copy(update={"metrics": scores.metrics | metrics, "items": items})
-
-
-def _metric(interval: Interval, *, higher_is_better: bool) -> Metric:
-    low, high = (bound if np.isfinite(bound) else None for bound in (interval.low, interval.high))
-    return Metric(mean=interval.mean, low=low, high=high, higher_is_better=higher_is_better)
 
 
 def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = None) -> np.ndarray:
@@ -130,4 +125,4 @@ def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
     except DataError:
         return None
     protocol = {"task": points[0].task, "curve": curve, "penalty": PENALTY, "tolerated_points": TOLERATED}
-    return TaskScores(task=f"{points[0].task}, curve", protocol=protocol, metrics={AUP: _metric(area, higher_is_better=True)})
+    return TaskScores(task=f"{points[0].task}, curve", protocol=protocol, metrics={AUP: Metric.of(area)})

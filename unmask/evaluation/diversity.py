@@ -27,13 +27,12 @@ ORDERS = (1, 2, 3)
 def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], groups: Sequence[str]) -> Interval:
     """The mean entropy of each text's token frequencies, in nats: -sum_k n_k/n log n_k/n for a text of n tokens, n_k of them of kind k.
 
-    A text that repeats one token has 0, one of n different tokens log n; so does an empty text 0. It grows with the length: compare texts
-    of equal length.
+    0 for a text that repeats one token and for an empty one, log n for n different tokens. It grows with the length: compare texts of equal
+    length.
 
     Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
     (2024), which shows why generative perplexity needs it.
     """
-    check_texts(texts, groups, least=1)
     return mean_interval([_entropy(Counter(ids)) for ids in encode_texts(tokenizer, texts)], groups)
 
 
@@ -50,7 +49,6 @@ def distinct(texts: Sequence[str]) -> dict[str, Interval]:
 
     Source: J. Li et al., "A Diversity-Promoting Objective Function for Neural Conversation Models" (2016).
     """
-    check_texts(texts, texts, least=1)
     words = [text.split() for text in texts]
     fractions = {}
     for order in ORDERS:
@@ -60,15 +58,19 @@ def distinct(texts: Sequence[str]) -> dict[str, Interval]:
 
 
 def self_bleu(texts: Sequence[str], groups: Sequence[str]) -> Interval:
-    """The mean BLEU (0 to 1, by sacrebleu) of each text with all others as its references. Diverse texts have little; equal texts have 1.
+    """The mean BLEU (0 to 1, by sacrebleu) of each text with all others as its references. Low for diverse texts, 1 for equal ones.
 
     The interval resamples the texts that are scored, and keeps the references. The time grows with the square of N.
 
     Source: Y. Zhu et al., "Texygen: A Benchmarking Platform for Text Generation Models" (2018).
+
+    Raises:
+        DataError: fewer than two texts.
     """
-    check_texts(texts, groups, least=2)
     from sacrebleu import BLEU
 
+    if len(texts) < 2:
+        raise DataError("there is one text only", where="self-bleu", remedy="Give at least two texts, or leave the metric out")
     bleu = BLEU(effective_order=True)
     scores = [bleu.sentence_score(text, [*texts[:index], *texts[index + 1 :]]).score / 100 for index, text in enumerate(texts)]
     return mean_interval(scores, groups)
@@ -93,13 +95,11 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: 
 
     Raises:
         ConfigError: the judge is not causal.
-        DataError: not one prompt and one group per text, or no text has a token to predict.
+        DataError: no text has a token to predict.
     """
     if not judge.autoregressive:
         remedy = "Give a causal model: the bound of a diffusion model is no perplexity"
         raise ConfigError(f"has {judge.attention} attention", where="judge", remedy=remedy)
-    check_texts(texts, groups, least=1)
-    check_texts(texts, prompts, least=1)
     pairs = [_judged(judge, prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     kept = [index for index, (_, ids) in enumerate(pairs) if ids]
     if not kept:
@@ -117,10 +117,3 @@ def _judged(judge: DiffusionLM, prompt: Prompt, text: str) -> tuple[list[int], l
         given, ids = ids[:1], ids[1:]
     room = len(ids) if judge.context_length is None else max(judge.context_length - len(given), 0)
     return given, ids[:room]
-
-
-def check_texts(texts: Sequence[str], columns: Sequence[object], least: int) -> None:
-    """Raise a DataError unless there are `least` texts, and as many entries of another column."""
-    if len(texts) < least or len(texts) != len(columns):
-        what = f"{len(texts)} texts, and {len(columns)} groups or prompts for them"
-        raise DataError(what, remedy=f"Give at least {least} texts, and one group and prompt for each")

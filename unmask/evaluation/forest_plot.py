@@ -24,18 +24,15 @@ def check_picture(path: Path) -> None:
 
 
 def write_forest_plot(comparison: Comparison, first: str, path: Path) -> None:
-    """Draw the differences from the result `first`. Colored ones are significant after the correction. Raises as `check_picture`."""
-    check_picture(path)
+    """Draw the differences from the result `first`. Colored ones are significant after the correction. Call `check_picture` before."""
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     metrics = list(dict.fromkeys(each.metric for each in comparison.differences))
     panels = [[each for each in comparison.differences if each.metric == metric] for metric in metrics]
+    heights = [MARGIN + ROW * len(panel) for panel in panels]
     with rc_context(STYLE):
-        figure = Figure(figsize=(7.2, sum(MARGIN + ROW * len(panel) for panel in panels)), layout="constrained")
-        FigureCanvasAgg(figure)
-        heights = [MARGIN + ROW * len(panel) for panel in panels]
+        figure = Figure(figsize=(7.2, sum(heights)), layout="constrained")
         axes = figure.subplots(len(panels), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
         for axis, metric, panel in zip(axes, metrics, panels, strict=True):
             _draw(axis, metric, panel, first)
@@ -55,9 +52,8 @@ def _draw(axis: Any, metric: str, panel: list[Difference], first: str) -> None:
     axis.set_yticks(range(len(panel)), [shown(f"{each.task}: {each.other}" if several else each.task) for each in panel])
     axis.set_ylim(len(panel) - 0.5, -0.5)
     better = "higher" if panel[0].higher_is_better else "lower"
-    axis.set_xlabel(
-        shown(f"difference from {first} ({better} is better)" if several else f"{panel[0].other} - {first} ({better} is better)")
-    )
+    what = f"difference from {first}" if several else f"{panel[0].other} - {first}"
+    axis.set_xlabel(shown(f"{what} ({better} is better)"))
     if all(each.fraction for each in panel):
         axis.xaxis.set_major_formatter(lambda value, _: f"{100 * value:+g}%" if abs(value) > 1e-9 else "0")
     axis.set_title(shown(metric), loc="left")

@@ -1,11 +1,14 @@
 """The result of an evaluation as a file: scores with their intervals, each item, and what is needed to run it again.
 
-Two results of the same command are equal but for `times` and `environment`.
+Two results of the same command are equal except for `times` and `environment`.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +17,11 @@ from pydantic import ConfigDict
 
 from unmask.artifacts import read_file, write_atomic
 from unmask.errors import DataError
+from unmask.evaluation.statistics import Interval
 
 FORMAT: Literal[1] = 1
+WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens", "passes"}
+"""Words in the names of metrics that are no fractions, even if their values are from 0 to 1."""
 
 
 class _Part(pydantic.BaseModel):
@@ -32,13 +38,22 @@ class Metric(_Part):
     """Of the estimate itself, over its random masks (Monte Carlo); None: the score of each item is exact."""
     higher_is_better: bool = True
 
-    def shown(self) -> str:
-        """The mean and the bounds: in percent where the mean is a fraction with an interval, of which more is better."""
-        if self.low is None or self.high is None:
-            return f"{self.mean:,.4g}"
-        if self.higher_is_better and 0 <= self.mean <= 1 and self.low >= 0 and self.high <= 1:
-            return f"{self.mean:.1%} [{self.low:.1%}, {self.high:.1%}]"
-        return f"{self.mean:,.4g} [{self.low:,.4g}, {self.high:,.4g}]"
+    @classmethod
+    def of(cls, interval: Interval, *, higher_is_better: bool = True) -> Metric:
+        """An interval in a result file."""
+        low, high = (bound if math.isfinite(bound) else None for bound in (interval.low, interval.high))
+        return cls(mean=interval.mean, low=low, high=high, higher_is_better=higher_is_better)
+
+    def shown(self, name: str) -> str:
+        """The mean and its bounds as text; `name` is the metric's, for `is_fraction`."""
+        known = [value for value in (self.mean, self.low, self.high) if value is not None]
+        mean, *bounds = (f"{value:.1%}" if is_fraction(name, known) else f"{value:,.4g}" for value in known)
+        return f"{mean} [{', '.join(bounds)}]" if len(bounds) == 2 else mean
+
+
+def is_fraction(metric: str, values: Iterable[float]) -> bool:
+    """Whether values of a metric are shown in percent: all are from 0 to 1, and its name has no word of WITH_UNITS."""
+    return WITH_UNITS.isdisjoint(re.split(r"[\W_]", metric)) and all(0 <= value <= 1 for value in values)
 
 
 class Trace(_Part):
@@ -49,7 +64,7 @@ class Trace(_Part):
 
 
 class Item(_Part):
-    """One problem: what was asked, what came, and its scores."""
+    """One problem: its prompt, its completions and their scores."""
 
     id: str
     """Of the problem alone: the same in every evaluation of the task."""
@@ -78,11 +93,22 @@ class TaskScores(_Part):
 
     task: str
     protocol: dict[str, Any]
-    """All that the scores depend on beside the model: data and their fingerprint, template, examples, sampler, estimator, seed."""
+    """All that the scores depend on besides the model: data and their fingerprint, template, examples, sampler, estimator, seed."""
     metrics: dict[str, Metric]
     statuses: dict[str, int] = {}
     """Items by status."""
     items: list[Item] = []
+
+    @property
+    def sampler(self) -> Mapping[str, Any]:
+        """The settings of the sampler; empty where nothing was generated."""
+        found = self.protocol.get("sampler")
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def answers(self) -> int:
+        """The number of completions."""
+        return sum(len(item.completions) for item in self.items)
 
     def total(self, name: Literal["tokens", "steps", "passes"]) -> int:
         """Of all items."""
@@ -106,6 +132,13 @@ class EvaluationResult(_Part):
     def write(self, path: str | Path) -> None:
         """Write the file atomically."""
         write_atomic(path, self.model_dump_json(indent=1) + "\n")
+
+
+def with_settings(name: str, sampler: Mapping[str, Any], among: Sequence[Mapping[str, Any]]) -> str:
+    """A name, with the settings of a sampler that are not the same among all samplers."""
+    varied = [key for key in dict.fromkeys(key for other in among for key in other) if len({repr(other.get(key)) for other in among}) > 1]
+    given = [f"{key} {sampler[key]}" for key in varied if sampler.get(key) is not None]
+    return ", ".join([name, *(given or ([f"{', '.join(varied)} unset"] if varied else []))])
 
 
 def read_result(path: str | Path) -> EvaluationResult:

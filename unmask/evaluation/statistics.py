@@ -15,6 +15,10 @@ from numpy.typing import ArrayLike
 
 from unmask.errors import DataError
 
+CONFIDENCE = 0.95
+"""Of all intervals."""
+SAMPLES = 10_000
+"""Resamples of an interval, and flips of a test."""
 RESAMPLED_AT_ONCE = 2_000_000  # groups drawn at once: 16 MB of indices
 
 
@@ -51,7 +55,7 @@ def student_quantile(probability: float, degrees: int) -> float:
     return z + sum(term / degrees**power for power, term in enumerate(terms, start=1))
 
 
-def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Interval:
+def wilson_interval(successes: int, total: int) -> Interval:
     """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and differ at 0% and 100% too. Raises DataError unless
     0 <= successes <= total, and total > 0.
 
@@ -59,7 +63,7 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Int
     """
     if not 0 <= successes <= total or total == 0:
         raise DataError(f"{successes} successes out of {total}", remedy="Evaluate at least one row, and count each success once")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     rate = successes / total
     centre = (rate + z * z / (2 * total)) / (1 + z * z / total)
     half = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
@@ -67,9 +71,7 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Int
     return Interval(rate, min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate))
 
 
-def group_bootstrap_mean(
-    values: ArrayLike, groups: Sequence[int] | Sequence[str], confidence: float = 0.95, samples: int = 10_000, seed: int = 0
-) -> Interval:
+def group_bootstrap_mean(values: ArrayLike, groups: Sequence[int] | Sequence[str], samples: int = SAMPLES) -> Interval:
     """Percentile bootstrap interval of the mean of `values` [N], resampling whole groups.
 
     Rows of one group (puzzles with the same solution, completions of one prompt) are not independent. If all values are equal, the interval
@@ -86,16 +88,14 @@ def group_bootstrap_mean(
     if not (finite := np.isfinite(row_values)).all():
         raise DataError(f"value {int(np.argmin(finite))} to average is not finite", remedy="Drop the row or fix its value")
     values_N2 = np.stack([row_values, np.ones_like(row_values)], axis=1)
-    return group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, confidence, samples, seed)
+    return group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, samples)
 
 
 def group_bootstrap(
     values_NC: np.ndarray,
     statistic: Callable[[np.ndarray], np.ndarray],
     groups: Sequence[int] | Sequence[str],
-    confidence: float = 0.95,
-    samples: int = 10_000,
-    seed: int = 0,
+    samples: int = SAMPLES,
 ) -> Interval:
     """As `group_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]."""
     names, group_of_row = np.unique(np.asarray(groups), return_inverse=True)
@@ -106,13 +106,13 @@ def group_bootstrap(
     if num_groups == 1:
         return Interval(value, -math.inf, math.inf)
     sums_CG = [np.bincount(group_of_row, weights=values_N) for values_N in values_NC.T]
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     chunk = max(1, RESAMPLED_AT_ONCE // num_groups)
     resampled = []
     for start in range(0, samples, chunk):
         group_RG = rng.integers(num_groups, size=(min(chunk, samples - start), num_groups))
         resampled.append(statistic(np.stack([sums_G[group_RG].sum(axis=1) for sums_G in sums_CG], axis=1)))
-    low, high = np.quantile(np.concatenate(resampled), [0.5 - confidence / 2, 0.5 + confidence / 2])
+    low, high = np.quantile(np.concatenate(resampled), [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
     return Interval(value, float(low), float(high))
 
 
@@ -134,9 +134,10 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
     return group_bootstrap_mean(row_after - row_before, groups)
 
 
-def sign_flip_p_value(differences: ArrayLike, groups: Sequence[int] | Sequence[str], samples: int = 10_000, seed: int = 0) -> float:
+def sign_flip_p_value(differences: ArrayLike, groups: Sequence[int] | Sequence[str], samples: int = SAMPLES) -> float:
     """The two-sided p-value of "the two sides of each pair are exchangeable", by flipping the signs of whole groups of `differences` [N]:
-    the fraction of flips whose sum is as far from 0 as the observed one, which counts too. Of more than `samples` flips, so many are drawn.
+    the fraction of flips whose sum is as far from 0 as the observed one, which counts too. If there are more than `samples` flips, that
+    many are drawn.
 
     At most the nominal fraction of true hypotheses is rejected, with any number of groups. (A bootstrap rejects too many where few groups
     differ at all.)
@@ -153,7 +154,7 @@ def sign_flip_p_value(differences: ArrayLike, groups: Sequence[int] | Sequence[s
     if 2**sums_G.size <= samples:  # all flips
         sign_RG = 1 - 2 * (np.arange(2**sums_G.size)[:, None] >> np.arange(sums_G.size) & 1)
         return float((np.abs(sign_RG @ sums_G) >= observed).mean())
-    rng, chunk, extreme = np.random.default_rng(seed), max(1, RESAMPLED_AT_ONCE // sums_G.size), 0
+    rng, chunk, extreme = np.random.default_rng(0), max(1, RESAMPLED_AT_ONCE // sums_G.size), 0
     for start in range(0, samples, chunk):
         sign_RG = 2 * rng.integers(2, size=(min(chunk, samples - start), sums_G.size)) - 1
         extreme += int((np.abs(sign_RG @ sums_G) >= observed).sum())

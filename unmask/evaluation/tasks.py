@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from unmask.config.run import SamplerConfig
 from unmask.data.encoding import is_ids
@@ -99,9 +99,8 @@ class TaskResult:
 
 
 def as_metric(name: str, interval: Interval) -> Metric:
-    """An interval in a result file."""
-    low, high = (bound if math.isfinite(bound) else None for bound in (interval.low, interval.high))
-    return Metric(mean=interval.mean, low=low, high=high, higher_is_better=name not in LOWER_IS_BETTER)
+    """The metric `name` in a result file."""
+    return Metric.of(interval, higher_is_better=name not in LOWER_IS_BETTER)
 
 
 def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
@@ -204,6 +203,17 @@ def _text_scores(
     return text_metrics(metrics, written)
 
 
+class _Problem(NamedTuple):
+    """A row as it is asked."""
+
+    id: str
+    row: Mapping[str, Any]
+    prompt: list[int]
+    """Its token ids."""
+    number: int
+    """Among rows of the same prompt."""
+
+
 def _items(
     lm: DiffusionLM,
     task: Task,
@@ -215,23 +225,28 @@ def _items(
     part: str,
 ) -> list[Item]:
     """The items of all rows; those that the log does not have are computed, by this process or another one."""
-    ids = item_ids(rows)
-    found = {} if log is None else log.finished(part)
-    asked = [n for n, name in enumerate(ids) if name not in found]
-    keys = _keys(lm, rows, ids)
-    at_once = max(1, len(rows)) if log is None else sampler.batch_size * log.processes
-    for number in range(0, len(asked), at_once):
-        chosen = asked[number : number + at_once]
-        if log is not None:
-            chosen = log.share(chosen)
-        own_rows, own_ids, own_keys = [rows[n] for n in chosen], [ids[n] for n in chosen], [keys[n] for n in chosen]
-        items = _answer(lm, task, own_rows, own_ids, own_keys, sampler, attempts, pass_at)
-        if log is not None:
-            log.add(part, items)
-        found |= {item.id: item for item in items}
-    if log is not None:
-        found = log.gather(part)
-    return [found[name] for name in ids]
+    problems = _problems(lm, rows)
+    if log is None:
+        return _answer(lm, task, problems, sampler, attempts, pass_at)
+    finished = log.finished(part)
+    asked = [problem for problem in problems if problem.id not in finished]
+    at_once = sampler.batch_size * log.processes
+    for start in range(0, len(asked), at_once):
+        own = log.share(range(start, min(start + at_once, len(asked))))
+        log.add(part, _answer(lm, task, [asked[n] for n in own], sampler, attempts, pass_at))
+    found = log.gather(part)
+    return [found[problem.id] for problem in problems]
+
+
+def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Problem]:
+    """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not matter."""
+    ids, prompts = item_ids(rows), encode_all(lm.tokenizer, [row["prompt"] for row in rows], "prompts")
+    seen: Counter[tuple[int, ...]] = Counter()
+    numbers: dict[int, int] = {}
+    for n in sorted(range(len(rows)), key=lambda n: ids[n]):
+        numbers[n] = seen[tuple(prompts[n])]
+        seen[tuple(prompts[n])] += 1
+    return [_Problem(ids[n], row, prompts[n], numbers[n]) for n, row in enumerate(rows)]
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -261,50 +276,24 @@ def _trained_on(lm: DiffusionLM, task: Task) -> bool:
     return isinstance(task, Puzzle) and bool(history) and all(entry.get("data") == task.name for entry in history)
 
 
-def _keys(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]], ids: Sequence[str]) -> list[tuple[list[int], int]]:
-    """The token ids of each row's prompt, and its number among rows of the same prompt, by their ids: so that the order of rows does not
-    matter."""
-    encoded = encode_all(lm.tokenizer, [row["prompt"] for row in rows], "prompts")
-    number: dict[int, int] = {}
-    seen: Counter[tuple[int, ...]] = Counter()
-    for n in sorted(range(len(rows)), key=lambda n: ids[n]):
-        prompt = tuple(encoded[n])
-        number[n] = seen[prompt]
-        seen[prompt] += 1
-    return [(encoded[n], number[n]) for n in range(len(rows))]
-
-
 def _answer(
-    lm: DiffusionLM,
-    task: Task,
-    rows: Sequence[Mapping[str, Any]],
-    ids: Sequence[str],
-    keys: Sequence[tuple[list[int], int]],
-    sampler: SamplerConfig,
-    attempts: int,
-    pass_at: Sequence[int],
+    lm: DiffusionLM, task: Task, problems: Sequence[_Problem], sampler: SamplerConfig, attempts: int, pass_at: Sequence[int]
 ) -> list[Item]:
-    """The items of these rows."""
-    prompts = [prompt for prompt, _ in keys for _ in range(attempts)]
-    repeats = [number * attempts + attempt for _, number in keys for attempt in range(attempts)]
-    made = generate(
-        lm,
-        prompts,
-        sampler.model_copy(update=UNCOMPARED),
-        [sequence_key(prompt, repeat) for prompt, repeat in zip(prompts, repeats, strict=True)],
-    )
-    verdicts = task.verify_all(made.texts, [row for row in rows for _ in range(attempts)])
+    """The items of these problems."""
+    prompts = [problem.prompt for problem in problems for _ in range(attempts)]
+    keys = [sequence_key(problem.prompt, problem.number * attempts + n) for problem in problems for n in range(attempts)]
+    made = generate(lm, prompts, sampler.model_copy(update=UNCOMPARED), keys)
+    verdicts = task.verify_all(made.texts, [problem.row for problem in problems for _ in range(attempts)])
     items = []
-    for n, (row, name) in enumerate(zip(rows, ids, strict=True)):
+    for n, problem in enumerate(problems):
         own = slice(n * attempts, (n + 1) * attempts)
-        items.append(_item(lm, row, name, made, own, verdicts[own], pass_at if attempts > 1 else (), traced=sampler.trace))
+        items.append(_item(lm, problem, made, own, verdicts[own], pass_at if attempts > 1 else (), traced=sampler.trace))
     return items
 
 
 def _item(
     lm: DiffusionLM,
-    row: Mapping[str, Any],
-    name: str,
+    problem: _Problem,
     made: Generation,
     own: slice,
     verdicts: Sequence[Verdict],
@@ -312,21 +301,22 @@ def _item(
     *,
     traced: bool,
 ) -> Item:
+    """The item of a problem, whose completions are `made[own]`."""
     values = [verdict.value for verdict in verdicts if verdict.value is not None]
     scores: dict[str, float] = {}
     if len(values) == len(verdicts):
         right = sum(verdict.solved for verdict in verdicts)
         scores = {"solved": right / len(verdicts), "value": math.fsum(values) / len(values)}
         scores |= {f"pass@{k}": pass_at_k(len(verdicts), right, k) for k in pass_at}
-    tokens, steps = made.tokens[own], made.steps[own]
+    prompt, tokens, steps = problem.row["prompt"], made.tokens[own], made.steps[own]
     reason = next((verdict.detail for verdict in verdicts if verdict.value is None), "")
     traces = [Trace(tokens=[lm.tokenizer.decode([t]) for t in ids], steps=at) for ids, at in zip(tokens, steps, strict=True)]
     return Item(
-        id=name,
-        group=row["group"],
+        id=problem.id,
+        group=problem.row["group"],
         status=", ".join(str(verdict.status) for verdict in verdicts),
         scores=scores,
-        prompt=lm.tokenizer.decode(row["prompt"]) if is_ids(row["prompt"]) else row["prompt"],
+        prompt=lm.tokenizer.decode(prompt) if is_ids(prompt) else prompt,
         completions=made.texts[own],
         tokens=sum(map(len, tokens)),
         steps=sum((made.denoising_steps or [])[own]),

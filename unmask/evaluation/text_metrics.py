@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.encoding import Prompt
-from unmask.errors import ConfigError, DataError, did_you_mean
+from unmask.errors import ConfigError, did_you_mean, require
 from unmask.evaluation import diversity, overlap
 from unmask.evaluation.statistics import Interval
 from unmask.models.diffusion_lm import DiffusionLM
@@ -73,7 +72,7 @@ def _perplexity(of: GeneratedTexts) -> TextScores:
 
 
 METRICS = {
-    "rouge": TextMetric(_overlap(overlap.rouge), "rouge_score.rouge_scorer", needs_reference=True),
+    "rouge": TextMetric(_overlap(overlap.rouge), "rouge_score", needs_reference=True),
     "bleu": TextMetric(_overlap(overlap.bleu), "sacrebleu", needs_reference=True),
     "entropy": TextMetric(lambda of: TextScores({"entropy": diversity.token_entropy(of.tokenizer, of.texts, of.groups)})),
     "distinct": TextMetric(lambda of: TextScores(diversity.distinct(of.texts))),
@@ -95,33 +94,14 @@ def check_text_metrics(metrics: Sequence[str], task: str, *, has_reference: bool
         if metric.needs_judge and not has_judge:
             raise ConfigError("needs a causal model that judges the texts", where=where, remedy="Give --judge MODEL")
         if metric.library:
-            _require(metric.library, where)
+            require(metric.library, "eval", where=where)
     if has_judge and not any(METRICS[name].needs_judge for name in metrics):
         raise ConfigError("no metric needs a judge", where="judge", remedy="Leave it out, or give --metric perplexity")
 
 
-def _require(library: str, where: str) -> None:
-    try:
-        importlib.import_module(library)
-    except ImportError as error:
-        package, remedy = library.partition(".")[0].replace("_", "-"), "Install it with pip install 'unmask[eval]'"
-        raise ConfigError(f"needs {package}, which cannot be imported ({error})", where=where, remedy=remedy) from error
-
-
 def text_metrics(metrics: Sequence[str], of: GeneratedTexts) -> TextScores:
     """Each metric with its 95% interval over resampled groups. ROUGE, BLEU and distinct-n are from 0 to 1 (a BLEU of 31.4 is 0.314), the
-    entropy is in nats.
-
-    Raises:
-        ConfigError: as `check_text_metrics`.
-        DataError: no texts, or not one reference and one group per text.
-    """
-    check_text_metrics(metrics, "the task", has_reference=of.references is not None, has_judge=of.judge is not None)
-    references = of.texts if of.references is None else of.references
-    columns = [of.groups, of.prompts, references]
-    if not of.texts or any(len(column) != len(of.texts) for column in columns):
-        what = f"{len(of.texts)} texts, {len(of.prompts)} prompts, {len(references)} references and {len(of.groups)} groups"
-        raise DataError(what, remedy="Give one reference, prompt and group for each text, and at least one text")
+    entropy is in nats. The caller has passed `check_text_metrics`."""
     scores = TextScores()
     for name in dict.fromkeys(metrics):
         found = METRICS[name].measure(of)

@@ -123,14 +123,9 @@ def test_prompts_are_texts_or_messages():
 
 @pytest.mark.parametrize(
     ("name", "values", "shown"),
-    [
-        ("acc", [0.5, 0.25], "25.0%"),
-        ("perplexity", [0.5, 0.25], "0.250"),
-        ("nats per token", [3.25, 100.0], "100"),
-        ("gain", [-1.5], "\N{MINUS SIGN}1.50"),
-    ],
+    [("acc", [0.5, 0.25], "25.0%"), ("nll", [0.5, 0.25], "0.250"), ("nll", [3.25, 100.0], "100"), ("nll", [-1.5], "\N{MINUS SIGN}1.50")],
 )
-def test_fractions_are_shown_in_percent_and_other_metrics_with_equal_decimals(name, values, shown):
+def test_the_values_of_a_metric_have_equal_decimals(name, values, shown):
     assert Figures(name, [Metric(mean=value) for value in values]).text(values[-1]) == shown
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 Point = tuple[float, float]
+Verdict = Literal["", "gain", "loss", "unclear"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Cell:
     """Draws a bar of this fraction."""
     color: int | None = None
     """Of the bar or interval; a cell with neither gets a colored mark before its text."""
-    verdict: Literal["", "gain", "loss", "unclear"] = ""
+    verdict: Verdict = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,13 +144,13 @@ def _draw_series(series: Series, curve: Curve, x: Axis, y: Axis, percent: bool) 
         return " ".join(f"{1000 * x.at(step):.0f},{1000 - 1000 * y.at(value):.1f}" for step, value in zip(curve.steps, values, strict=True))
 
     bars = [
-        (round(1000 * x.at(step), 1), *(round(1000 - 1000 * y.at(end), 1) for end in bounds))
-        for (step, value), bounds in zip(series.points, series.bounds, strict=False)
-        if all(map(math.isfinite, (step, value, *bounds)))
+        (round(1000 * x.at(step), 1), round(1000 - 1000 * y.at(low), 1), round(1000 - 1000 * y.at(high), 1))
+        for (step, value), (low, high) in zip(series.points, series.bounds, strict=False)
+        if all(map(math.isfinite, (step, value, low, high)))
     ]
     first, last = (f"{end:.1%}" if percent else f"{end:.3g}" for end in (curve.trend[0], curve.trend[-1]))
     summary = minus(last if len(curve.steps) == 1 else f"{first} → {last}")
-    return DrawnSeries(series, polyline(curve.values), polyline(curve.trend), [bar for bar in bars if len(bar) == 3], summary)
+    return DrawnSeries(series, polyline(curve.values), polyline(curve.trend), bars, summary)
 
 
 def draw_heat(heat: HeatMap) -> list[str]:

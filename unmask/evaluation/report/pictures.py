@@ -53,12 +53,10 @@ def write_pictures(report: Report, folder: str | Path) -> list[Path]:
 
 def _save(draw: Any, content: Any, path: Path) -> None:
     from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     with rc_context(STYLE):
         figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
         draw(figure, content)
         figure.savefig(path, metadata={"Software": None})
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from unmask.evaluation.comparison import Difference, differences_of, shared_items
 from unmask.evaluation.curve import SPEEDS
-from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table
+from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table, Verdict
 from unmask.evaluation.report.geometry import minus
-from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores
-from unmask.evaluation.statistics import Interval, paired_difference
+from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, is_fraction, with_settings
 
-WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens"}
-"""Words in the names of metrics that are no fractions, whatever their values."""
+WORDS: dict[Verdict, str] = {"gain": "better", "loss": "worse", "unclear": "unclear"}
 
 
 class Result(NamedTuple):
@@ -42,30 +41,11 @@ def entries_by_task(results: Sequence[Result]) -> dict[str, list[Entry]]:
             found.setdefault(scores.task, []).append((result, scores))
     named = {}
     for task, pairs in found.items():
-        labels = _differences([sampler_of(scores) for _, scores in pairs])
+        samplers = [scores.sampler for _, scores in pairs]
         named[task] = [
-            Entry(result.name, ", ".join(filter(None, (result.name, label))), result.color, scores)
-            for (result, scores), label in zip(pairs, labels, strict=True)
+            Entry(result.name, with_settings(result.name, scores.sampler, samplers), result.color, scores) for result, scores in pairs
         ]
     return named
-
-
-def sampler_of(scores: TaskScores) -> Mapping[str, Any]:
-    """The settings of the sampler; empty where none was used."""
-    sampler = scores.protocol.get("sampler")
-    return sampler if isinstance(sampler, Mapping) else {}
-
-
-def _differences(samplers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """For each sampler the settings that are not the same in all."""
-    names = dict.fromkeys(name for sampler in samplers for name in sampler)
-    varied = [name for name in names if len({repr(sampler.get(name)) for sampler in samplers}) > 1]
-    return [_label({name: sampler.get(name) for name in varied}) for sampler in samplers]
-
-
-def _label(settings: Mapping[str, Any]) -> str:
-    given = [f"{name} {value}" for name, value in settings.items() if value is not None]
-    return ", ".join(given) if given or not settings else f"{', '.join(settings)} unset"
 
 
 def tables(results: Sequence[Result]) -> Section:
@@ -115,7 +95,7 @@ class Figures:
     def __init__(self, name: str, values: Sequence[Metric]):
         ends = [end for value in values for end in (value.mean, value.low, value.high) if end is not None and math.isfinite(end)]
         self.name = name
-        self.fraction = all(0 <= end <= 1 for end in ends) and not WITH_UNITS & set(name.replace("_", " ").replace("-", " ").split())
+        self.fraction = is_fraction(name, ends)
         largest = max(map(abs, ends), default=1.0) or 1.0
         self.decimals = 1 if self.fraction else min(max(2 - math.floor(math.log10(largest)), 0), 5)
         self.bounded = any(value.low is not None or value.high is not None for value in values)
@@ -162,25 +142,19 @@ def _around(ends: Sequence[float]) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def answers_of(scores: TaskScores) -> int:
-    """The number of completions."""
-    return sum(len(item.completions) for item in scores.items)
-
-
-def passes_per_answer(scores: TaskScores) -> float | None:
-    """Forward passes per completion; None where there are none."""
-    passes = sum(item.passes for item in scores.items)
-    return passes / answers_of(scores) if passes and answers_of(scores) else None
+def passes_per_answer(entry: Entry) -> float:
+    """Forward passes per completion; 0 where there are none."""
+    return entry.scores.total("passes") / (entry.scores.answers or 1)
 
 
 def work_table(task: str, entries: Sequence[Entry]) -> Table | None:
     """Tokens, steps and forward passes per answer; None where nothing was generated."""
     rows = []
     for entry in entries:
-        answers, items = answers_of(entry.scores), entry.scores.items
-        sums = [sum(getattr(item, name) for item in items) for name in ("tokens", "steps", "passes")]
-        if answers and sums[2]:
-            cells = [Cell(text=f"{number:,.1f}") for number in (*(each / answers for each in sums), sums[0] / sums[2])]
+        answers = entry.scores.answers
+        tokens, steps, passes = (entry.scores.total(name) for name in ("tokens", "steps", "passes"))
+        if answers and passes:
+            cells = [Cell(text=f"{number:,.1f}") for number in (tokens / answers, steps / answers, passes / answers, tokens / passes)]
             rows.append([Cell(text=entry.name, color=entry.color), Cell(text=f"{answers:,}"), *cells])
     header = ["Model", "Answers", "Tokens each", "Steps each", "Passes each", "Tokens per pass"]
     return Table(caption=f"{task}: work for an answer", header=header, groups=[("", rows)]) if rows else None
@@ -190,51 +164,46 @@ def difference_table(task: str, entries: Sequence[Entry]) -> Table | None:
     """Each model, where it took the most forward passes, against the one before it, on the problems that both have; None where no two
     models share any."""
     models = dict.fromkeys(entry.model for entry in entries)
-    slowest = [max((entry for entry in entries if entry.model == name), key=_passes) for name in models]
-    found = [(before, after, metric, interval) for before, after in pairwise(slowest) for metric, interval in _paired(before, after)]
+    slowest = [max((entry for entry in entries if entry.model == name), key=passes_per_answer) for name in models]
+    found = [(before, after, each) for before, after in pairwise(slowest) if (each := _first_difference(task, before, after))]
     if not found:
         return None
-    ends = [abs(end) for *_, interval in found for end in (interval.low, interval.high, interval.mean) if math.isfinite(end)]
+    metric = found[0][2].metric
+    figures = Figures(metric, [entry.scores.metrics[metric] for entry in slowest if metric in entry.scores.metrics])
+    ends = [abs(end) for *_, each in found for end in (each.change.low, each.change.mean, each.change.high) if math.isfinite(end)]
     largest = max(ends, default=1.0) or 1.0
-    rows = []
-    for before, after, metric, interval in found:
-        value = after.scores.metrics[metric]
-        figures = Figures(metric, [before.scores.metrics[metric], value])
-        low, mean, high = (_signed(figures, end) for end in (interval.low, interval.mean, interval.high))
-        better = (interval.mean > 0) == value.higher_is_better
-        verdict: Any = ("gain" if better else "loss") if interval.excludes(0.0) else "unclear"
-        words = "unclear" if verdict == "unclear" else "better" if better else "worse"
-        span = tuple(0.5 + end / largest / 2 for end in (interval.low, interval.mean, interval.high))
-        cells = [Cell(text=mean, verdict=verdict), Cell(text="", detail=f"[{low}, {high}]"), Cell(text=words, verdict=verdict)]
-        name = Cell(text=f"{after.name} against {before.name}", color=after.color)
-        rows.append([name, *cells, Cell(text="", span=span, verdict=verdict)])  # type: ignore[arg-type]
-    metric = found[0][2]
-    unit = "percentage points" if Figures(metric, [slowest[0].scores.metrics[metric]]).fraction else "its own units"
+    rows = [[Cell(text=f"{b.name} against {a.name}", color=b.color), *_difference_cells(each, figures, largest)] for a, b, each in found]
+    unit = "percentage points" if figures.fraction else "its own units"
     header = ["Comparison", "Difference", "95% interval", "Verdict", ""]
     note = f"Paired differences of {metric} in {unit}, on the problems that both were given. The line in the middle of a bar is 0."
     return Table(caption=f"{task}: what made a difference", header=header, groups=[("", rows)], note=note, centered=True)
 
 
-def _passes(entry: Entry) -> float:
-    return passes_per_answer(entry.scores) or 0.0
+def _first_difference(task: str, before: Entry, after: Entry) -> Difference | None:
+    """In the first metric that shared items have."""
+    pairs = shared_items(before.scores, after.scores, (before.name, after.name))
+    return next(differences_of(task, after.name, before.scores, pairs), None)
+
+
+def _difference_cells(difference: Difference, figures: Figures, largest: float) -> list[Cell]:
+    """The difference, its interval, a verdict, and a bar, of which half is `largest` wide."""
+    change = difference.change
+    better = (change.mean > 0) == difference.higher_is_better
+    verdict: Verdict = "unclear" if not change.excludes(0.0) else "gain" if better else "loss"
+    low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
+    span = (0.5 + change.low / largest / 2, 0.5 + change.mean / largest / 2, 0.5 + change.high / largest / 2)
+    return [
+        Cell(text=mean, verdict=verdict),
+        Cell(text="", detail=f"[{low}, {high}]"),
+        Cell(text=WORDS[verdict], verdict=verdict),
+        Cell(text="", span=span, verdict=verdict),
+    ]
 
 
 def _signed(figures: Figures, value: float) -> str:
     if not math.isfinite(value):
         return minus("-∞" if value < 0 else "+∞")
     return minus(f"{100 * value:+.1f}" if figures.fraction else f"{value:+,.{figures.decimals}f}")
-
-
-def _paired(before: Entry, after: Entry) -> list[tuple[str, Interval]]:
-    """The first metric that items of both have, with its difference on the items that they share."""
-    for metric in before.scores.metrics:
-        if metric in after.scores.metrics:
-            old = {item.id: item for item in before.scores.items if metric in item.scores}
-            shared = [(old[item.id], item) for item in after.scores.items if metric in item.scores and item.id in old]
-            if shared:
-                first, second = ([item.scores[metric] for item in items] for items in zip(*shared, strict=True))
-                return [(metric, paired_difference(first, second, [item.group for _, item in shared]))]
-    return []
 
 
 def speed(results: Sequence[Result]) -> Section:
@@ -249,7 +218,7 @@ def _speed_chart(task: str, entries: Sequence[Entry]) -> Chart | None:
     series = []
     for model in dict.fromkeys(entry.model for entry in entries):
         mine = [entry for entry in entries if entry.model == model and metric in entry.scores.metrics]
-        known = [(passes, entry) for entry in mine if (passes := passes_per_answer(entry.scores)) is not None]
+        known = [(passes, entry) for entry in mine if (passes := passes_per_answer(entry))]
         known.sort(key=lambda each: each[0])
         if len(known) > 1:
             values = [entry.scores.metrics[str(metric)] for _, entry in known]
