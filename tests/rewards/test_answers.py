@@ -35,6 +35,7 @@ def test_what_cannot_be_copied_is_shared():
     [
         ([1, 2.5, None, True], [1.0, 2.5, None, 1.0]), (np.array([1, 2]), [1.0, 2.0]), (torch.tensor([0.5]), [0.5]), ((Fraction(1, 2),), [0.5]),
         ([OK, Verdict(None, "timeout")], [OK, Verdict(None, "timeout")]), ([Decimal(1), "a", [1.0]], [NotANumber("Decimal('1')"), NotANumber("'a'"), NotANumber("[1.0]")]),
+        ([Verdict(1, "ok"), Verdict("1", "ok"), Verdict(1.0, ["ok"]), Verdict(1.0, "good")], [OK, *(NotANumber(f"{bad!r:.60}") for bad in (Verdict("1", "ok"), Verdict(1.0, ["ok"]), Verdict(1.0, "good")))]),
         ([10**999], [NotANumber(f"{10**999!r:.60}")]), (None, NotANumber("None")), (0.5, NotANumber("0.5")), (iter([1]), None),
     ],
 )  # fmt: skip

@@ -79,6 +79,7 @@ def test_a_program_is_compiled_once(pool, monkeypatch):
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)
     assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     assert outcome_of(pool, RIGHT + " (* twice *)").status == "timeout"
+    assert outcome_of(pool, RIGHT + " (* once *)", SUITE + "(* twice *)").status == "infrastructure"  # the candidate is not to blame
     monkeypatch.setattr(ocaml, "CACHED", 1)
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
     assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._built) == 1
@@ -89,6 +90,38 @@ def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
     monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
     outcome = outcome_of(pool, RIGHT + " (* not compiled *)")
     assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.detail
+
+
+APPLY = "val apply : (int -> int) -> int -> int\nval raised : (int -> int) -> bool\n"
+WITHIN = """
+open OUnit2
+open Double
+let tests = [
+  "raises" >:: (fun _ -> assert_equal true (raised (fun _ -> raise Exit)));
+  "within" >:: (fun _ -> ignore (apply (fun x -> assert_equal ~printer:string_of_int 5 x; x) 4));
+]
+let () = run_test_tt_main ("double" >::: tests)
+"""
+
+
+@pytest.mark.parametrize(
+    ("apply", "passed"),
+    [
+        ("let apply f x = f (x + 1)", 2),
+        ("let apply f x = f x", 1),
+        ("let apply f x = try f x with _ -> 5", 1),
+        ("let apply f x = try f x with _ -> f 5", 1),
+        ("let apply f x = try f x with _ -> raise Not_found", 1),
+        ("let apply f x = let rec go n = try f n with _ -> go (n + 1) in go x", 1),
+    ],
+)
+def test_an_assertion_that_fails_within_a_passed_function_is_final(pool, apply, passed):
+    """The candidate catches the exception, and would learn the expected value from its text."""
+    raised = "let raised f = try ignore (f 1); false with _ -> true\n"
+    outcome = outcome_of(pool, raised + apply, WITHIN, APPLY)
+    assert (outcome.passed, outcome.total) == (passed, 2)
+    text = 'let apply f x = try f x with error -> if String.length (Base.Exn.to_string error) > 40 then failwith "told" else 0'
+    assert "told" not in outcome_of(pool, raised + text, WITHIN, APPLY).detail
 
 
 UNSAFE = (

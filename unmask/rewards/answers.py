@@ -13,10 +13,11 @@ import threading
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import format_exception_only
-from typing import Any
+from typing import Any, get_args
 
 from unmask.errors import RunStopped
 from unmask.rewards.verdict import Verdict
+from unmask.sandbox.outcome import Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +65,12 @@ def answer_in(value: Any) -> Answer:
         value = value.tolist() if hasattr(value, "tolist") else value
         if value is None:
             return None
-        if isinstance(value, Verdict):
-            return value if value.value is None else dataclasses.replace(value, value=float(value.value))
-        if isinstance(value, numbers.Real):
+        if isinstance(value, Verdict):  # or a class of theirs, whose attributes may change
+            number, given, detail = value.value, value.status, str(value.detail)
+            status = next((known for known in get_args(Status) if known == given), None)
+            if status and (number is None or isinstance(number, numbers.Real)):
+                return Verdict(None if number is None else float(number), status, detail)
+        elif isinstance(value, numbers.Real):
             return float(value)
     except BaseException as error:  # user code, or an integer beyond floats
         raise_interrupt(error)

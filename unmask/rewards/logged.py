@@ -25,7 +25,8 @@ class Log:
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number. All numbers of a name are averaged."""
-        self.metrics[_name(name)].append(float(value))
+        number = float(value)  # may raise: then there is no such name
+        self.metrics[_name(name)].append(number)
 
     def add(self, other: Log) -> None:
         """Append the values of another log."""

@@ -181,7 +181,8 @@ def _build(slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], 
     if frame is None and time.monotonic() > slot.deadline:
         return Outcome("infrastructure", detail=BATCH_OVER)
     if frame is None:
-        return Outcome("timeout", detail=f"not compiled within {COMPILE_SECONDS:g} seconds")
+        detail = f"not compiled within {COMPILE_SECONDS:g} seconds"  # the tests alone: not the candidate's fault
+        return Outcome("timeout" if len(commands) > of_dataset else "infrastructure", detail=detail)
     found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')
     if "failed" in found:
         return Outcome("infrastructure" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"])

@@ -9,6 +9,7 @@ let count name right =
   incr total;
   if right then incr passed else if !detail = "" then detail := name
 
+let () = Wire.is_failure := function Assert_failure _ | OUnitTest.OUnit_failure _ -> true | _ -> false
 let check test = count (Printf.sprintf "test %d" (!total + 1)) (try test () with _ -> false)
 let finish () = complete := true
 
