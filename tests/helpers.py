@@ -60,6 +60,16 @@ def run_all(command: list[Any], *, timeout: float, check: bool = True, **options
     return done
 
 
+TWO_PROCESSES = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+    "accelerate": [
+        *("-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "--main_process_port", "0"),
+        *("--mixed_precision", "no", "--dynamo_backend", "no"),
+    ],
+}
+"""Words after `python` that start two processes on the CPU. `accelerate launch --cpu` would start one."""
+
+
 def as_earlier_version(checkpoint: pathlib.Path) -> None:
     """Make a checkpoint as versions did that neither recorded a run's settings nor listed the files."""
     for name in ("run.json", "checkpoint_files.json"):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.helpers import run_all
+from tests.helpers import TWO_PROCESSES, run_all
 from unmask.cli.entry import app
 from unmask.commands import evaluate as commands
 from unmask.config.layers import ACCEPT_UNSANDBOXED
@@ -23,13 +23,6 @@ from unmask.evaluation import tasks
 from unmask.evaluation.result_file import EvaluationResult, read_result
 from unmask.tasks import get_task
 
-LAUNCHERS = {
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
-    "accelerate": [
-        *("-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port", "0"),
-        *("--mixed_precision", "no", "--dynamo_backend", "no"),
-    ],
-}
 DIGITS = str.maketrans("05678", "12341")  # to those of the task's alphabet
 DRAWN = ["--task", "sudoku", "--temperature", "1", "--seed", "5", "--dtype", "float64"]
 KILLED = """
@@ -279,13 +272,13 @@ def test_an_evaluation_killed_again_and_again_goes_on(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("measured", ["task", "likelihood"])
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", TWO_PROCESSES)
 def test_two_processes_share_the_items(launcher, measured, model, tmp_path):
     words = [*DRAWN, "--rows", "30"] if measured == "task" else text_of_forty(tmp_path)
     command = ["evaluate", model, *words, "--output"]
     unmask(*command, tmp_path / "alone.json")
     before = set(tmp_path.iterdir())
-    run_all([sys.executable, *LAUNCHERS[launcher], "-m", "unmask", *command, str(tmp_path / "two.json")], timeout=300)
+    run_all([sys.executable, *TWO_PROCESSES[launcher], "-m", "unmask", *command, str(tmp_path / "two.json")], timeout=300)
     assert lasting(read_result(tmp_path / "two.json")) == lasting(read_result(tmp_path / "alone.json"))
     assert set(tmp_path.iterdir()) - before == {tmp_path / "two.json"}
 

@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 
 from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
-from tests.helpers import REPOSITORY, run_all, shared_path
+from tests.helpers import REPOSITORY, TWO_PROCESSES, run_all, shared_path
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.harness.answers import LogLikelihood
@@ -183,13 +183,15 @@ def test_a_chat_template_is_needed_where_one_is_asked_for(tmp_path):
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     with pytest.raises(DataError, match="no chat template"):
         lm_eval.simple_evaluate(model=HarnessLM(lm, samples=5), task_manager=manager, **options)
-    lm.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    turn = "{{ {'system': 'bbb', 'user': 'aba', 'assistant': 'bab'}[m.role] }}{{ m.content }}"
+    lm.tokenizer.chat_template = f"{{% for m in messages %}}{turn}{{% endfor %}}{{% if add_generation_prompt %}}bab{{% endif %}}"
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     found = lm_eval.simple_evaluate(
         model=HarnessLM(lm, samples=5), task_manager=manager, num_fewshot=1, fewshot_as_multiturn=True, cache_requests=True, **options
     )
     first = found["samples"]["chat"][0]
-    assert first["arguments"][0][0].startswith("bab") and first["arguments"][0][0].endswith("b") and "a" in first["arguments"][0][0]
+    system, example, question = "bbb" + "bab", "aba" + "ab" + "bab" + "a", "aba" + "ab" + "bab"
+    assert first["arguments"][0][0] == system + example + question  # the example is a turn of its own
     json.dumps(first["resps"])
 
 
@@ -283,12 +285,21 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 import unmask.evaluation.harness
 import torch; torch.set_num_threads(1)
+from unmask.evaluation.harness import HarnessLM
+asked = ["loglikelihood", "generate_until"]
+def counted(method):
+    def call(self, requests, **more):
+        open(f"{sys.argv[3]}.asked.{self.rank}", "a").write("x" * len(requests))
+        return method(self, requests, **more)
+    return call
+for name in asked:
+    setattr(HarnessLM, name, counted(getattr(HarnessLM, name)))
 found = lm_eval.simple_evaluate(
     model="unmask", model_args={"pretrained": sys.argv[1], "samples": 9, "dtype": "float64", "device": "cpu"}, tasks=["choices", "texts"],
     task_manager=TaskManager(include_path=sys.argv[2], include_defaults=False), bootstrap_iters=0, limit=5,
 )
 if found:
-    samples = {name: sorted((sample["doc_id"], sample["resps"]) for sample in part) for name, part in found["samples"].items()}
+    samples = {name: sorted((sample["doc_id"], sample["filtered_resps"]) for sample in part) for name, part in found["samples"].items()}
     open(sys.argv[3], "w").write(json.dumps([found["results"], samples]))
 """
 
@@ -303,12 +314,13 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
     (tmp_path / "run.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
-    launcher = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    for name, launched in (("one", []), ("two", [*launcher, "--main_process_port", "0"])):
+    for name, launched in (("one", []), ("two", TWO_PROCESSES["accelerate"])):
         command = [sys.executable, *launched, tmp_path / "run.py", tmp_path / "model", tmp_path, tmp_path / f"{name}.json"]
         run_all(command, timeout=300, env=environment, cwd=tmp_path)
     one, two = ((tmp_path / f"{name}.json").read_text() for name in ("one", "two"))
     assert one == two and len(json.loads(one)[1]["choices"]) == 5
+    shares = [sorted(len(path.read_text()) for path in tmp_path.glob(f"{name}.json.asked.*")) for name in ("one", "two")]
+    assert shares == [[10 + 5], [6 + 3, 6 + 3]]  # lm-eval fills up the smaller share
 
 
 @pytest.mark.slow

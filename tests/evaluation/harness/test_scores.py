@@ -109,7 +109,7 @@ def test_groups_of_tasks_have_scores(folder):
         (["texts", "choices"], {"sampler": SamplerConfig(guidance=1.0)}, ConfigError, "guidance: likelihoods.*choices"),
         (["choices"], {"samples": 3, "estimator": "exact"}, ConfigError, "samples: the likelihood of this model is exact"),
         (["texts"], {"gen_kwargs": {"num_beams": 2}}, ConfigError, "'num_beams' is no option"),
-        (["missing"], {}, DataError, "missing: its data cannot be read"),
+        (["missing"], {}, DataError, "missing: the task cannot be loaded"),
         (["choices"], {"include_path": "nowhere"}, DataError, "nowhere: is not a folder"),
     ],
 )

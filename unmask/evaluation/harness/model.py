@@ -87,7 +87,7 @@ class HarnessLM(TemplateLM):
             sampler["batch_size"] = _whole(batch_size, "batch_size")
         elif max_batch_size is not None:
             sampler["batch_size"] = _whole(max_batch_size, "max_batch_size")
-        state = PartialState() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+        state = _processes(device, pretrained) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
         if isinstance(pretrained, DiffusionLM):
             if model:
                 raise ConfigError("the model is loaded already", where=next(iter(model)), remedy="Leave it out, or give a path")
@@ -227,10 +227,12 @@ class HarnessLM(TemplateLM):
                 what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
                 raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
-            if repeats[id(request)] and self.cache_hook.dbdict is not None and sampler.temperature and not gen_kwargs.get("do_sample"):
+            wanted = request.repeats or 1
+            if wanted > 1 and self.cache_hook.dbdict is not None and sampler.temperature and not gen_kwargs.get("do_sample"):
                 remedy = "Set do_sample: true in the task's generation_kwargs (then they are drawn again), or leave use_cache out"
                 raise ConfigError("keeps only one of several answers to a prompt", where="use_cache", remedy=remedy)
-            key = sequence_key(prompt, repeats[id(request)])  # lm-eval repeats a request to get several samples
+            # lm-eval repeats a request to get several samples, and once more so that all processes have equally many.
+            key = sequence_key(prompt, repeats[id(request)] % wanted)
             repeats[id(request)] += 1
             name = sampler.model_dump_json()
             samplers[name] = sampler
@@ -314,6 +316,12 @@ class HarnessLM(TemplateLM):
 
     def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> tqdm[Any]:
         return tqdm(requests, total=total, disable=disable_tqdm or self.rank != 0, desc="Running requests")
+
+
+def _processes(device: str | None, pretrained: str | DiffusionLM) -> PartialState:
+    """The processes of a launcher, connected. Accelerate connects none on a machine without a GPU, unless it is told to use the CPU."""
+    where = pretrained.device.type if isinstance(pretrained, DiffusionLM) else device
+    return PartialState(cpu=where == "cpu" or not torch.accelerator.is_available())
 
 
 def _whole(value: Any, name: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import lm_eval
+import yaml
 from lm_eval.tasks import TaskManager
 
 from unmask.config.run import SamplerConfig
@@ -66,10 +67,10 @@ class _Tasks(TaskManager):
                 self.found = super().load(task_list)
         except UnmaskError:
             raise
-        except (OSError, ValueError) as error:  # of the library datasets, for files that are missing or malformed
-            where = ", ".join(map(str, task_list))
-            remedy = "Check the task's `dataset_path` and `data_files`, or the network"
-            raise DataError(f"its data cannot be read: {first_line(error)}", where=where, remedy=remedy) from error
+        except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:  # of files that are missing or malformed
+            where, what = ", ".join(map(str, task_list)), f"{type(error).__name__}: {first_line(error)}"
+            remedy = "Check the task's file, its data (`dataset_path`, `data_files`, `test_split`), or the network"
+            raise DataError(f"the task cannot be loaded: {what}", where=where, remedy=remedy) from error
         return self.found
 
 

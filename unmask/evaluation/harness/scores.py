@@ -48,7 +48,8 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
             for sample in found:
                 scores.setdefault(sample["doc_id"], {})[title] = float(aggregate([sample[metric]]))
     first = next(iter(by_filter.values()))
-    items = [_item(sample, scores.get(sample["doc_id"], {})) for sample in first]
+    repeats = results["configs"][name].get("repeats") or 1
+    items = [_item(sample, scores.get(sample["doc_id"], {}), repeats) for sample in first]
     digest = hashlib.sha256("".join(sample["doc_hash"] for sample in first).encode()).hexdigest()
     config = json.loads(json.dumps(results["configs"][name], default=handle_non_serializable))
     own = {"harness_task": config, "version": results["versions"][name], "shots": results["n-shot"][name], "data": digest}
@@ -144,8 +145,9 @@ def _moved(response: Any, signs: np.ndarray) -> Any:
     return (response[0].moved(signs), *response[1:]) if isinstance(response, tuple | list) else response.moved(signs)
 
 
-def _item(sample: Sample, scores: dict[str, float]) -> Item:
-    arguments, answers = sample["arguments"], [answer for responses in sample["resps"] for answer in responses]
+def _item(sample: Sample, scores: dict[str, float], repeats: int) -> Item:
+    # Among several processes some answer their last request again, so that all have equally many.
+    arguments, answers = sample["arguments"], [answer for responses in sample["resps"] for answer in responses[:repeats]]
     texts = [answer for answer in answers if isinstance(answer, str)]
     work = [text for text in texts if isinstance(text, Text)]
     details: dict[str, Any] = {"target": json.loads(json.dumps(sample["target"], default=handle_non_serializable))}
