@@ -24,6 +24,7 @@ from benchmarks.stories import HELD_OUT, train
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo
 from unmask.diffusion.views import Draw
+from unmask.evaluation.likelihood import common_length
 
 CONTEXT, CONTINUATION = 20, 16  # words
 LONGEST = 120  # tokens of a choice, and of what is left of its context
@@ -56,11 +57,11 @@ def tokens(lm: unmask.DiffusionLM, text: str) -> list[int]:
 
 
 @torch.no_grad()
-def estimates(lm: unmask.DiffusionLM, context: list[int], choice: list[int], samples: int, seeds: int) -> Tensor:
-    """Estimates of a choice's bound, one for each key of the masks."""
+def estimates(lm: unmask.DiffusionLM, context: list[int], choice: list[int], shared: int, samples: int, seeds: int) -> Tensor:
+    """Estimates of a choice's bound, one for each key of the masks; `shared`: its first tokens that the other choice has too."""
     ids_BT = torch.tensor([*context, *choice]).expand(seeds, -1)
     maskable_BT = (torch.arange(ids_BT.shape[1]) >= len(context)).expand(seeds, -1)
-    return elbo(lm, ids_BT, None, maskable_BT, Draw(0, torch.arange(seeds)), samples=samples, chunk=256).value_B.double()
+    return elbo(lm, ids_BT, None, maskable_BT, Draw(0, torch.arange(seeds)), samples=samples, chunk=256, shared=shared).value_B.double()
 
 
 def main() -> None:
@@ -86,7 +87,8 @@ def main() -> None:
         for name, pairs in pairs_of.items():
             common = independent = 0.0
             for context, *choices in pairs:
-                one_B, other_B = (estimates(lm, context, choice, samples, options.seeds) for choice in choices)
+                shared = common_length(choices)
+                one_B, other_B = (estimates(lm, context, choice, shared, samples, options.seeds) for choice in choices)
                 common += float((one_B - other_B).var()) / len(pairs)
                 independent += float(one_B.var() + other_B.var()) / len(pairs)
             figures = f"{common:.3f} with common masks, {independent:.3f} with independent ones: {common / independent:.2f}"

@@ -173,7 +173,7 @@ def test_an_error_that_the_views_do_not_tell_is_not_known():
     ]  # a single token: no mask is drawn
 
 
-def seen_masks(lm, monkeypatch, prompt, length, samples=9):
+def seen_masks(lm, monkeypatch, prompt, length, samples=9, **options):
     """What the estimate hides of a completion [M, L]."""
     masks = []
 
@@ -184,7 +184,7 @@ def seen_masks(lm, monkeypatch, prompt, length, samples=9):
     monkeypatch.setattr("unmask.diffusion.likelihood.view_log_probs", record)
     ids = toy.random_row(prompt + length, seed=prompt + length)[None]
     maskable = (torch.arange(prompt + length) >= prompt)[None]
-    elbo(lm, ids, None, maskable, Draw(3, torch.tensor([7])), samples=samples)
+    elbo(lm, ids, None, maskable, Draw(3, torch.tensor([7])), samples=samples, **options)
     return masks[0]
 
 
@@ -193,9 +193,13 @@ def test_masks_are_those_of_the_key_whatever_is_before_them(monkeypatch):
     assert torch.equal(seen_masks(lm, monkeypatch, 2, 6), seen_masks(lm, monkeypatch, 5, 6))
 
 
-def test_completions_of_different_lengths_share_both_ends_of_their_masks(monkeypatch):
+@pytest.mark.parametrize(
+    ("options", "first", "last", "apart"), [({}, 5, 5, (1, 0)), ({"shared": 3}, 3, 8, (3, 3)), ({"shared": 0}, 0, 11, (0, 0))]
+)
+def test_completions_of_different_lengths_share_both_ends_of_their_masks(options, first, last, apart, monkeypatch):
     lm = toy.toy()
-    longer, shorter = (seen_masks(lm, monkeypatch, 2, length, samples=201).float() for length in (12, 11))
-    same = torch.cat([(longer[1:, :5] == shorter[1:, :5]).float(), (longer[1:, -5:] == shorter[1:, -5:]).float()], 1).mean(0)
-    assert same.min() > 0.8  # half of them would be equal by chance
-    assert (longer[1:, 1:6] == shorter[1:, :5]).float().mean() < 0.7
+    longer, shorter = (seen_masks(lm, monkeypatch, 2, length, samples=201, **options)[1:] for length in (12, 11))
+    ends = [longer[:, :first] == shorter[:, :first], longer[:, -last:] == shorter[:, -last:]]
+    assert torch.cat(ends, 1).float().mean(0).min() > 0.8  # half of them would be equal by chance
+    one, other = (masks[:, begin : begin + 5] for masks, begin in zip((longer, shorter), apart, strict=True))
+    assert (one == other).float().mean() < 0.7

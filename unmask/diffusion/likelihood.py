@@ -44,12 +44,14 @@ def elbo(
     *,
     samples: int,
     chunk: int | None = None,
+    shared: int | None = None,
 ) -> Bound:
     """An unbiased estimate of the lower bound on log p(maskable tokens | the others), from at most `samples` views.
 
     The views are those of `elbo_views`: one with everything hidden, then complementary pairs, so that of an even number one view is left
     out. Masks depend on the draw and on the positions from the first maskable token, not on what is before it: two rows with the same draw
-    and equally long groups have the same masks, and others as nearly as their lengths allow (`_common_numbers`).
+    and equally long groups have the same masks, and others as nearly as their lengths allow (`_common_numbers`). `shared`: the number of
+    first maskable tokens that a row has in common with those that it will be compared with, for that purpose.
 
     Counts are stratified over the P pairs. The pairs m and P - 1 - m hide k and L - k tokens, and L - k and k: they are identically
     distributed and independent, and the squares of their differences estimate the variance without bias. If P is odd, the pair in the
@@ -57,7 +59,7 @@ def elbo(
     """
     samples -= samples > 2 and samples % 2 == 0
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
-    relative_BT, number_BT = _common_numbers(group_BT)
+    relative_BT, number_BT = _common_numbers(group_BT, shared)
     views = elbo_views(relative_BT, draw, num_views=samples, number_BT=number_BT)
     part_BM = (views.weight_BMT * _log_probs(lm, ids_BT, attention_mask_BT, views, chunk)).sum(2)
     pairs = (samples - 1) // 2
@@ -70,10 +72,10 @@ def elbo(
     return Bound(part_BM.sum(1), difference_BP)
 
 
-def _common_numbers(group_BT: Tensor) -> tuple[Tensor, Tensor]:
+def _common_numbers(group_BT: Tensor, shared: int | None) -> tuple[Tensor, Tensor]:
     """The groups [B, T] counted from the first one of each row, and the numbers [B, T] that stand for positions in random draws: of the
-    first half of a group they count from its beginning, of the second half from its end. Two completions that differ in one word hide the
-    same tokens on both sides of it, however long it is, but between it and the middle."""
+    first `shared` tokens of a row (None: of the first half of each group) they count from the beginning of their group, of the others from
+    its end. Two completions that differ in one word then hide the same tokens on both sides of it, however long it is."""
     maskable_BT, column_BT, length = group_BT >= 0, columns(group_BT), group_BT.shape[1]
     first_B1 = maskable_BT.long().argmax(1, keepdim=True)
     relative_BT = torch.where(maskable_BT, group_BT - group_BT.gather(1, first_B1), -1)
@@ -82,7 +84,8 @@ def _common_numbers(group_BT: Tensor) -> tuple[Tensor, Tensor]:
         1, group_BT.clamp_min(0), torch.where(maskable_BT, column_BT, length), "amin"
     )
     begin_BT = begin_BG.gather(1, group_BT.clamp_min(0)) - first_B1
-    number_BT = begin_BT + torch.where(2 * place_BT < size_BT, place_BT, size_BT - 1 - place_BT + FROM_END)
+    from_begin_BT = 2 * place_BT < size_BT if shared is None else column_BT - first_B1 < shared
+    number_BT = begin_BT + torch.where(from_begin_BT, place_BT, size_BT - 1 - place_BT + FROM_END)
     return relative_BT, torch.where(maskable_BT, number_BT, 0)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -80,6 +81,7 @@ def log_likelihoods(
     samples: int = 32,
     seed: int = 0,
     keys: Sequence[int] | None = None,
+    shared: int | None = None,
 ) -> LogLikelihoods:
     """log p(completion | prompt) of each pair, with the standard error of each estimate.
 
@@ -91,8 +93,10 @@ def log_likelihoods(
             `default_estimator`.
         samples: noised views per pair at most (elbo).
         seed: of the masks.
-        keys: of the masks, one per pair; None: a hash of each prompt. Masks depend only on the seed, the key, and the position from the
-            beginning of the completion. So completions of one prompt have common masks, and their difference is known better than each.
+        keys: of the masks, one per pair; None: a hash of each prompt. Masks depend only on the seed, the key, and the position in the
+            completion. So completions of one prompt have common masks, and their difference is known better than each.
+        shared: the number of first tokens that a completion has in common with those that it is compared with: their positions count from
+            the beginning, those of the others from the end. None: the positions of its first half count from the beginning.
 
     Returns:
         0 for an empty completion.
@@ -118,12 +122,15 @@ def log_likelihoods(
         _check_length(lm, index, len(prompt_ids), len(ids))
         pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))
     with evaluating(lm):
-        found = [_of_pair(lm, prompt_ids, ids, estimator, samples, Draw(seed, torch.tensor([key]))) for prompt_ids, ids, key in pairs]
+        draws = [Draw(seed, torch.tensor([key])) for *_, key in pairs]
+        found = [_of_pair(lm, *pair[:2], estimator, samples, draw, shared) for pair, draw in zip(pairs, draws, strict=True)]
     values_B = torch.tensor([float(bound.value_B) for bound in found], dtype=lm.log_prob_dtype)
     return LogLikelihoods(values_B, [bound.difference_BP[0].cpu() for bound in found])
 
 
-def _of_pair(lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Estimator, samples: int, draw: Draw) -> Bound:
+def _of_pair(
+    lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Estimator, samples: int, draw: Draw, shared: int | None
+) -> Bound:
     certain_BP = torch.zeros(1, 0, dtype=lm.log_prob_dtype)
     if not ids:
         return Bound(certain_BP.sum(1), certain_BP)
@@ -135,7 +142,8 @@ def _of_pair(lm: DiffusionLM, prompt: list[int], ids: list[int], estimator: Esti
     chunk = max(1, min(ROWS_PER_PASS, TOKENS_PER_PASS // ids_1T.shape[1]))
     if estimator == "exact":
         return Bound(exact_log_likelihood(lm, ids_1T, None, maskable_1T, chunk=chunk), certain_BP)
-    return elbo(lm, ids_1T, None, maskable_1T, replace(draw, key_B=draw.key_B.to(lm.device)), samples=samples, chunk=chunk)
+    draw = replace(draw, key_B=draw.key_B.to(lm.device))
+    return elbo(lm, ids_1T, None, maskable_1T, draw, samples=samples, chunk=chunk, shared=shared)
 
 
 def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
@@ -143,6 +151,11 @@ def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:
     the context."""
     length = ids_1T.shape[1]
     return replace(lm.noised_inputs(ids_1T[:, :-1]), index_N=torch.arange(length - 1 - count, length - 1, device=ids_1T.device))
+
+
+def common_length(rows: Sequence[Sequence[int]]) -> int:
+    """The number of first tokens that are the same in all rows."""
+    return sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*rows, strict=False)))
 
 
 def _check_length(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:

@@ -119,7 +119,9 @@ def test_choices_of_a_question_have_common_masks():
     assert all(isinstance(value, LogLikelihood) and value.differences for value, _ in same)
     other_contexts = [("aab", "abbab"), ("ab", "abbab")]
     apart, together = measured(model, other_contexts, by_question=False), measured(model, other_contexts)
-    assert apart[1] == same[0] and together[1] != same[0]
+    assert apart[1] != together[1] and measured(model, [("ab", "abbab")])[0] == apart[1]
+    longer = measured(model, [("ab", "abbab"), ("ab", "aabbab")])  # what they have in common is aligned, whichever is first
+    assert longer == measured(model, [("ab", "aabbab"), ("ab", "abbab")])[::-1] and longer[0] != same[0]
     assert measured(model, [*other_contexts, ("", "abbab")])[2] == measured(model, [("", "abbab")])[0]  # by itself in any question
 
 

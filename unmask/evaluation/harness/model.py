@@ -26,7 +26,7 @@ from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.greedy import is_greedy
 from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
-from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
+from unmask.evaluation.likelihood import Estimator, common_length, default_estimator, log_likelihoods
 from unmask.evaluation.protocols import Protocol, protocol_tasks, read_protocol
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
@@ -168,10 +168,11 @@ class HarnessLM(TemplateLM):
         keys = _mask_keys(requests)
         with self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm) as shown:
             for _, some in itertools.groupby(shown, key=lambda pair: _question(pair[0])):
-                finished = [(request.args, self._answer(request, key)) for request, key in some]
-                for arguments, answer in finished:  # a question is kept whole, or not at all
-                    self.cache_hook.add_partial("loglikelihood", arguments, answer)
-                    answers.append(answer)
+                requests_of, keys_of = zip(*some, strict=True)
+                finished = self._answer(requests_of, keys_of)
+                for request, answer in zip(requests_of, finished, strict=True):  # a question is kept whole, or not at all
+                    self.cache_hook.add_partial("loglikelihood", request.args, answer)
+                answers += finished
         return answers
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
@@ -289,12 +290,16 @@ class HarnessLM(TemplateLM):
         authors = {} if self.authors is None else {"authors": self.authors}
         return {**likelihood, **masks, **authors, "seed": self.seed, "sampler": sampler}
 
-    def _answer(self, request: Instance, key: int) -> tuple[float, bool]:
-        context, continuation = request.args
-        samples = self.samples_of(request.task_name)
-        if protocol := self.protocol_of(request.task_name):
-            context = protocol.prompt(context, self.lm)
-        return self._score(*self._encode(context, continuation), key, samples)
+    def _answer(self, requests: Sequence[Instance], keys: Sequence[int]) -> list[tuple[float, bool]]:
+        """The answers to the requests of a question. Masks are aligned by what its choices have in common."""
+        task = requests[0].task_name
+        samples, protocol = self.samples_of(task), self.protocol_of(task)
+        contexts = [protocol.prompt(request.args[0], self.lm) if protocol else request.args[0] for request in requests]
+        pairs = [self._encode(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
+        shared = common_length([continuation for _, continuation in pairs])
+        # One without a context may be of several questions, and has one likelihood.
+        common = [shared if request.args[0] else None for request in requests]
+        return [self._score(*pair, key, samples, first) for pair, key, first in zip(pairs, keys, common, strict=True)]
 
     def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         if context:
@@ -302,16 +307,21 @@ class HarnessLM(TemplateLM):
         ids = self.tok_encode(continuation, add_special_tokens=False)
         return ([self.prefix_token_id], ids) if ids[:1] != [self.prefix_token_id] else (ids[:1], ids[1:])
 
-    def _score(self, context: list[int], continuation: list[int], key: int, samples: int | None = None) -> tuple[float, bool]:
+    def _score(
+        self, context: list[int], continuation: list[int], key: int, samples: int | None = None, shared: int | None = None
+    ) -> tuple[float, bool]:
         longest = self.max_length + self.lm.autoregressive  # a causal model does not read the last token
         if len(continuation) >= longest:
             what = f"a continuation of {len(continuation)} tokens leaves no room for a context in rows of {self.max_length}"
             raise GenerationError(what, where="loglikelihood", remedy="Shorten it, or use a model with a longer context")
         context = context[-(longest - len(continuation)) :]
-        return self._estimate(context, continuation, key, samples), is_greedy(self.lm, context, continuation)
+        return self._estimate(context, continuation, key, samples, shared), is_greedy(self.lm, context, continuation)
 
-    def _estimate(self, context: list[int], continuation: list[int], key: int, samples: int | None = None) -> LogLikelihood:
-        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples or self.samples, self.seed, keys=[key])
+    def _estimate(
+        self, context: list[int], continuation: list[int], key: int, samples: int | None = None, shared: int | None = None
+    ) -> LogLikelihood:
+        samples = samples or self.samples
+        found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples, self.seed, keys=[key], shared=shared)
         return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
 
     def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> tqdm[Any]:
