@@ -41,6 +41,12 @@ def test_the_table_the_items_and_the_settings_are_printed_and_the_picture_drawn(
     assert run(*files, "--picture", tmp_path / "forest.svg", "--overwrite").exit_code == 0
 
 
+def test_files_that_differ_in_their_suffix_only_have_different_names(files, tmp_path):
+    other = tmp_path / "before" / "result.bak"
+    other.write_bytes((tmp_path / "before" / "result.json").read_bytes())
+    assert "31 items shared, 0 only in result, 0 only in result.bak" in run(files[0], other).output
+
+
 def test_bad_input_is_one_line(files, tmp_path):
     cut = tmp_path / "cut.json"
     cut.write_text((tmp_path / "after" / "result.json").read_text()[:-9])

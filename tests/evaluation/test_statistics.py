@@ -123,10 +123,9 @@ def test_different_shapes_are_refused():
         paired_difference([0, 1], [0, 1, 1], [0, 1, 2])
 
 
-def test_an_interval_is_formatted_in_percent_by_default():
+def test_an_interval_is_formatted_with_its_bounds():
     interval = Interval(0.934, 0.912, 0.951)
-    assert str(interval) == f"{interval}" == "93.4% [91.2%, 95.1%]"
-    assert f"{interval:.2f}" == "0.93 [0.91, 0.95]"
+    assert f"{interval:.1%}" == "93.4% [91.2%, 95.1%]" and f"{interval:+.2f}" == "+0.93 [+0.91, +0.95]"
     assert interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)
 
 

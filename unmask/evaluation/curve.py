@@ -89,20 +89,19 @@ def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = Non
     return area
 
 
-def area_under(points: Sequence[TaskScores], metric: str = "solved") -> Interval:
+def area_under(points: Sequence[TaskScores]) -> Interval:
     """AUP of the points of a curve, with its 95% interval over groups of the items that are scored at all points; a resample has the same
     items at each point. Its best accuracy is that of the curve.
 
     Raises:
         DataError: no item is scored at all points.
     """
-    scored = [{item.id: item for item in point.items if metric in item.scores} for point in points]
+    scored = [{item.id: item for item in point.items if "solved" in item.scores} for point in points]
     shared = sorted(set.intersection(*(set(items) for items in scored))) if scored else []
     if not shared:
-        what, remedy = f"no item has the score {metric!r} at all points", "Evaluate all points on the same problems"
-        raise DataError(what, where="curve", remedy=remedy)
+        raise DataError("no item has the score 'solved' at all points", where="curve", remedy="Evaluate all points on the same problems")
     columns = [
-        [(items[name].scores[metric], float(items[name].tokens), float(items[name].passes), 1.0) for name in shared] for items in scored
+        [(items[name].scores["solved"], float(items[name].tokens), float(items[name].passes), 1.0) for name in shared] for items in scored
     ]
     values_NC = np.concatenate([np.array(column) for column in columns], axis=1)
 

@@ -24,7 +24,7 @@ RESAMPLED_AT_ONCE = 2_000_000  # groups drawn at once: 16 MB of indices
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the bounds of its confidence interval, as fractions (0.9 is 90%)."""
+    """A mean, or another statistic, and the bounds of its confidence interval."""
 
     mean: float
     low: float
@@ -35,12 +35,8 @@ class Interval:
         return not self.low <= value <= self.high
 
     def __format__(self, spec: str) -> str:
-        """Mean and bounds, each formatted by `spec`; the default is percent: `93.4% [91.2%, 95.1%]`."""
-        spec = spec or ".1%"
+        """Mean and bounds, each formatted by `spec`, as in `93.4% [91.2%, 95.1%]`."""
         return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
-
-    def __str__(self) -> str:
-        return format(self)
 
 
 def student_quantile(probability: float, degrees: int) -> float:
