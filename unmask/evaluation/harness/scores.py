@@ -37,9 +37,10 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
             title = metric if filter_name == "none" else f"{metric}, {filter_name}"
             found = [sample for sample in samples if metric in sample["metrics"]]
             aggregate = _aggregate(task, metric)
-            low, high = _interval(aggregate, [sample[metric] for sample in found], [_group(sample) for sample in found])
+            values = [sample[metric] for sample in found]
+            low, high = _interval(aggregate, values, [_group(sample) for sample in found])
             metrics[title] = Metric(
-                mean=float(results["results"][name][f"{metric},{filter_name}"]),
+                mean=float(aggregate(values)),  # lm-eval's own has the last bits of the order in which processes answered
                 low=low,
                 high=high,
                 standard_error=errors.get(metric),
