@@ -53,3 +53,16 @@ def test_bad_input_is_one_line(files, tmp_path):
     ):
         done = run(*words)
         assert done.exit_code == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_names_tell_files_apart_that_differ_in_their_suffix_only(files, tmp_path):
+    other = tmp_path / "before" / "result.bak"
+    other.write_text((tmp_path / "after" / "result.json").read_text())
+    assert "30 items shared, 1 only in result.json, 1 only in result.bak" in " ".join(run(files[0], other).output.split())
+
+
+def test_a_sampler_that_is_none_is_no_setting(files, tmp_path):
+    text = (tmp_path / "after" / "result.json").read_text()
+    (tmp_path / "after" / "result.json").write_text(text.replace('"sampler": {\n     "steps": 8\n    }', '"sampler": [8]'))
+    done = run(*files)
+    assert done.exit_code == 0 and "[8]" in done.output

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 from tests.helpers import run_all
 from unmask.cli.entry import app
+from unmask.data.problems import pose
 from unmask.demo import DemoSettings, small_model
 from unmask.evaluation.result_file import EvaluationResult, read_result
+from unmask.evaluation.tasks import item_ids
 from unmask.tasks import get_task
 
 DRAWN = ["--task", "sudoku", "--temperature", "1", "--seed", "5", "--dtype", "float64"]
@@ -119,6 +121,8 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
         (["--task", "sudoku,countdown", "--data", "a.csv"], "does not say which task it belongs to"),
+        (["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"], "data sudoku=b.csv: has two files"),
+        (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
         (["--task", "sudoku", "--style", "chat"], "chat template"),
         (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
@@ -248,3 +252,44 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
 )
 def test_a_protocol_that_does_not_fit_is_one_error(words, message, model):
     assert message in refused("evaluate", model, *words)
+
+
+@pytest.mark.parametrize("words", [["--rows", "3"], ["--output", "new.json"], ["model"], ["--overwrite"]])
+def test_a_rerun_has_no_options_of_its_own(words, tmp_path):
+    for command in (["--rerun", tmp_path / "out.json", *words], [*words, f"--rerun={tmp_path / 'out.json'}"]):
+        assert f"{words[0]}: is not read with --rerun" in refused("evaluate", *command)
+
+
+def test_a_rerun_names_the_tasks_that_only_one_result_has(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
+    written = json.loads(output.read_text())
+    for tasks in ([], [written["tasks"][0] | {"task": "other"}]):
+        output.write_text(json.dumps(written | {"tasks": tasks}))
+        again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
+        assert again.exit_code == 1 and "not measured" in again.output
+    output.write_text(json.dumps(written | {"tasks": written["tasks"] * 2}))
+    assert "the task sudoku is there twice" in refused("evaluate", "--rerun", output)
+
+
+def test_an_output_that_cannot_be_written_is_named_before_the_work(model, tmp_path):
+    (tmp_path / "text.txt").write_text("1234")
+    for output, message in ((tmp_path / "text.txt" / "out.json", "is a file, not a folder"), (tmp_path, "is a folder, not a file")):
+        for words in (["--task", "sudoku"], ["--likelihood", tmp_path / "text.txt"]):
+            assert message in refused("evaluate", model, *words, "--output", output, "--overwrite")
+    assert (tmp_path / "text.txt").read_text() == "1234"
+    name = "x" * 250  # longer with the suffix of a temporary file than a name can be
+    unmask("evaluate", "--likelihood", tmp_path / "text.txt", model, "--output", tmp_path / name)
+    assert len(read_result(tmp_path / name).tasks[0].items) == 1
+
+
+def test_pass_at_1_is_reported_of_one_attempt(model):
+    assert "pass@1" in unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--pass-at", 1)
+
+
+def test_an_item_has_one_name_in_all_styles_of_its_prompt():
+    for name in ("sudoku", "shuffle", "countdown"):
+        task = get_task(name)
+        rows = task.generate("test", 5, 0)
+        styles = [pose(task, rows, style, shots) for style in ("plain", "chat") for shots in (0, 2)]
+        assert len({tuple(item_ids(posed)[-3:]) for posed in styles}) == 1

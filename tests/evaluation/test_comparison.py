@@ -142,3 +142,10 @@ def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path
     ET.parse(tmp_path / "forest.svg")
     with pytest.raises(ConfigError, match=r"forest.gif is neither a PNG nor an SVG"):
         write_forest_plot(comparison, "A", tmp_path / "forest.gif")
+
+
+def test_only_fractions_are_shown_in_percent():
+    for metric, fraction in (("solved", True), ("acc_norm", True), ("nats per token", False), ("entropy", False), ("passes", False)):
+        parts = [result(name, part({"a": 0.2, "b": 0.9}, metric=metric)) for name in "AB"]
+        assert compare(parts).differences[0].fraction == fraction
+        assert ("%" in Metric(mean=0.5, low=0.2, high=0.9).shown(metric)) == fraction

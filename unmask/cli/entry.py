@@ -27,7 +27,7 @@ from unmask.sandbox.cli import app as sandbox
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.compare import compare
-from unmask.cli.evaluate import evaluate
+from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PATH_ERRORS = {
@@ -170,7 +170,7 @@ def generate(
         typer.echo(for_stdout(json.dumps(line, ensure_ascii=False) if as_json else text))
 
 
-app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)
+app.command(cls=EvaluateCommand, epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)
 
 
 app.command(epilog="Example: unmask compare before.json after.json --picture differences.png")(compare)

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
-from unmask.cli.train import Unsandboxed, accept_unsandboxed_code
+from unmask.cli.train import UNSANDBOXED, Unsandboxed, accept_unsandboxed_code
 from unmask.config.cli_options import spread_configs
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import show_table
+from unmask.errors import ConfigError
 
 if TYPE_CHECKING:
     from unmask.commands.evaluate import Processes
     from unmask.evaluation.result_file import TaskScores
+
+
+class EvaluateCommand(TyperCommand):
+    """`--rerun FILE` takes its options from the file, and accepts programs without a sandbox only here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = next((n for n, arg in enumerate(args) if arg.partition("=")[0] == "--rerun"), None)
+        if at is not None:
+            end = at + 1 if "=" in args[at] else at + 2
+            others = [arg for arg in (*args[:at], *args[end:]) if arg != UNSANDBOXED]
+            if others and "--help" not in others:
+                remedy = "Leave it out: the file holds the model and all options"
+                raise ConfigError("is not read with --rerun", where=others[0], remedy=remedy)
+            accept_unsandboxed_code(UNSANDBOXED in args)
+        return super().parse_args(ctx, args)
 
 
 def rerun_and_exit(path: Path | None) -> None:
@@ -83,7 +100,9 @@ def evaluate_against(
     from unmask.commands.retention import measure_retention, model_against
 
     earlier = model_against(model, str(evaluation.against))
-    found = measure_retention(earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite)
+    found = measure_retention(
+        earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite, replace=overwrite
+    )
     processes.end()
     if found is not None:
         show_retention(found, f"{model.path} against {evaluation.against}")
@@ -93,7 +112,7 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     """Print the metrics of a task, its statuses, and what an item cost."""
     from unmask.evaluation.curve import SPEEDS
 
-    figures = {name: metric.shown() for name, metric in scores.metrics.items() if name not in SPEEDS}
+    figures = {name: metric.shown(name) for name, metric in scores.metrics.items() if name not in SPEEDS}
     figures |= {name: f"{count:,}" for name, count in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
@@ -113,7 +132,7 @@ def show_curve(tasks: list[TaskScores], title: str) -> None:
         rows = [
             [
                 name.removeprefix(f"{task}, "),
-                point.metrics["solved"].shown(),
+                point.metrics["solved"].shown("solved"),
                 *(f"{point.metrics[speed].mean:.4g}" for speed in SPEEDS),
                 ", ".join(f"{count} {status}" for status, count in point.statuses.items()),
             ]

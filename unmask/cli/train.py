@@ -62,9 +62,8 @@ PROFILE = "unmask.profile"
 """The key under which `profile` passes the verb the steps to record, and the file to write."""
 
 
-Unsandboxed = Annotated[
-    bool, typer.Option("--i-accept-unsandboxed-code", help="Run model-written programs even if no sandbox isolates them.")
-]
+UNSANDBOXED = "--i-accept-unsandboxed-code"
+Unsandboxed = Annotated[bool, typer.Option(UNSANDBOXED, help="Run model-written programs even if no sandbox isolates them.")]
 
 
 def accept_unsandboxed_code(accepted: bool) -> None:

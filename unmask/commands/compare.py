@@ -19,12 +19,14 @@ def read_named(files: Sequence[Path]) -> list[Named]:
         if resolved.count(file.resolve()) > 1:
             raise DataError("is given twice", where=str(file), remedy="Give each result once")
     longest = max((len(path.parts) for path in resolved), default=1)
-    short = next((names for n in range(1, longest + 1) if len(set(names := [_tail(path, n) for path in resolved])) == len(names)), [])
+    tails = ([_tail(path, n, suffix) for path in resolved] for n in range(1, longest + 1) for suffix in (False, True))
+    short = next(names for names in tails if len(set(names)) == len(names))
     return [Named(name, read_result(file)) for name, file in zip(short, files, strict=True)]
 
 
-def _tail(path: Path, parts: int) -> str:
-    return str(Path(*path.parts[-parts:]).with_suffix(""))
+def _tail(path: Path, parts: int, suffix: bool) -> str:
+    tail = Path(*path.parts[-parts:])
+    return str(tail if suffix else tail.with_suffix(""))
 
 
 def difference_rows(comparison: Comparison, *, several: bool) -> list[list[str]]:

@@ -15,17 +15,26 @@ from typing import Any, NamedTuple
 from accelerate import PartialState
 
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
+from unmask.evaluation.comparison import Named, by_label
 from unmask.evaluation.curve import curve_samplers, with_speed
-from unmask.evaluation.file_likelihood import file_likelihood
+from unmask.evaluation.file_likelihood import documents_fingerprint, file_likelihood, read_documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.protocols import Protocol, read_protocol
 from unmask.evaluation.provenance import environment, model_identity
 from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
-from unmask.evaluation.tasks import check_attempts, check_evaluation, check_metrics, evaluate_task, protocol_of, sampler_for
+from unmask.evaluation.tasks import (
+    check_attempts,
+    check_evaluation,
+    check_metrics,
+    evaluate_task,
+    protocol_of,
+    rows_fingerprint,
+    sampler_for,
+)
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
@@ -94,6 +103,7 @@ def evaluate(
     processes: Processes = ALONE,
     *,
     reuse: bool = False,
+    replace: bool = True,
 ) -> EvaluationResult:
     """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
     evaluation goes on.
@@ -101,10 +111,11 @@ def evaluate(
     Args:
         harness: for tasks of lm-eval.
         processes: that share the work; each has to call this.
-        reuse: whether an output that is there is returned if it is of the same model and options.
+        reuse: whether an output that is there is returned if it is of the same model, options and problems.
+        replace: whether any other output that is there is replaced.
 
     Raises:
-        ConfigError: an unknown task, or settings that do not fit one another.
+        ConfigError: an unknown task, settings that do not fit one another, or an output that may not be replaced.
         DataError: a file is missing or malformed, or finished items beside the output are of another evaluation.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
@@ -115,12 +126,11 @@ def evaluate(
     parts = {name: part.fitted(lm) for name, part in parts.items()}
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
-    sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
-    arguments = {name: section.model_dump(mode="json", exclude_unset=True) for name, section in sections.items()}
-    if reuse and output is not None and output.exists():
-        there = read_result(output)
-        if (there.model, there.arguments) == (identity, masked(arguments)):
+    arguments = _arguments(model, evaluation, sampler)
+    if output is not None and output.exists():
+        if reuse and (there := _same(output, identity, arguments, _fingerprints(lm, parts, evaluation))):
             return there
+        refuse_existing(output, "Choose another --output, or replace it with --overwrite", overwrite=replace)
     processes.wait()  # before one of them writes the output
     log = _log(lm, parts, evaluation, identity, output, processes) if output is not None and parts else None
     scores: dict[str, TaskScores] = {}
@@ -138,13 +148,37 @@ def evaluate(
             scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler)}
     spent = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
     times = spent | {"tasks": _speeds(scores, seconds, log)}
-    tasks = list(scores.values())
-    result = EvaluationResult(model=identity, arguments=masked(arguments), tasks=tasks, environment=environment(lm), times=times)
+    result = EvaluationResult(model=identity, arguments=arguments, tasks=list(scores.values()), environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
         result.write(output)
         if log is not None:
             log.remove()
     return result
+
+
+def _arguments(model: ModelConfig, evaluation: EvaluationConfig, sampler: SamplerConfig) -> dict[str, Any]:
+    """The given settings by section, without secrets."""
+    sections = {"model": model, "evaluation": evaluation, "sampler": sampler}
+    return {name: masked(section.model_dump(mode="json", exclude_unset=True)) for name, section in sections.items()}
+
+
+def _same(output: Path, model: Mapping[str, Any], arguments: Mapping[str, Any], problems: Mapping[str, str]) -> EvaluationResult | None:
+    """The result in a file, if it is one of this model with these arguments, on these problems."""
+    try:
+        there = read_result(output)
+    except DataError:
+        return None
+    found = {scores.task: scores.protocol.get("rows_sha256") for scores in there.tasks}
+    same = all(found.get(name) == fingerprint for name, fingerprint in problems.items())
+    return there if same and (there.model, there.arguments) == (model, arguments) else None
+
+
+def _fingerprints(lm: DiffusionLM, parts: Mapping[str, Part], evaluation: EvaluationConfig) -> dict[str, str]:
+    """The hash of the problems that Unmask reads, by the task's name."""
+    found = {name: rows_fingerprint(part.rows) for name, part in parts.items()}
+    if evaluation.likelihood:
+        found["likelihood"] = documents_fingerprint(read_documents(lm, evaluation.likelihood, evaluation.rows))
+    return found
 
 
 @contextmanager
@@ -204,6 +238,8 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
         load_rows(evaluation.likelihood, max_rows=evaluation.rows)
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
+    if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):
+        raise ConfigError("is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out")
     points = {"": sampler}
     if evaluation.curve:
         setting = evaluation.curve.partition("=")[0]
@@ -280,17 +316,26 @@ def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """How two results differ, in rows of a name and both values: in what was measured, and in what may explain it."""
     scores = []
-    for one, other in zip(before.tasks, after.tasks, strict=True):
-        if one == other:
-            continue
-        for name in {**one.metrics, **other.metrics}:
-            if one.metrics.get(name) != other.metrics.get(name):
-                scores.append((f"{one.task}: {name}", _mean(one, name), _mean(other, name)))
-        items = {item.id: item for item in one.items}
-        changed = sum(items.get(item.id) != item for item in other.items)
-        scores.append((f"{one.task}: items that differ", "", f"{changed} of {len(other.items)}"))
-        scores += _changed(f"{one.task}: ", one.protocol, other.protocol)
+    parts, now = by_label(Named("the file", before)), by_label(Named("now", after))
+    for name in {**parts, **now}:
+        if name not in parts or name not in now:
+            scores.append((name, *("measured" if name in there else "not measured" for there in (parts, now))))
+        elif parts[name] != now[name]:
+            scores += _changed_scores(name, parts[name], now[name])
     return scores, _changed("model: ", before.model, after.model) + _changed("", before.environment, after.environment)
+
+
+def _changed_scores(label: str, before: TaskScores, after: TaskScores) -> list[tuple[str, str, str]]:
+    names = {**before.metrics, **after.metrics}
+    rows = [
+        (f"{label}: {name}", _mean(before, name), _mean(after, name))
+        for name in names
+        if before.metrics.get(name) != after.metrics.get(name)
+    ]
+    old, new = ({item.id: item for item in part.items} for part in (before, after))
+    changed = sum(old.get(name) != new.get(name) for name in {**old, **new})
+    rows.append((f"{label}: items that differ", "", f"{changed} of {len({**old, **new})}"))
+    return rows + _changed(f"{label}: ", before.protocol, after.protocol)
 
 
 def _mean(scores: TaskScores, name: str) -> str:

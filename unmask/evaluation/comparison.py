@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from unmask.errors import DataError
-from unmask.evaluation.curve import SPEEDS
-from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores
+from unmask.evaluation.result_file import EvaluationResult, Item, TaskScores, is_fraction
 from unmask.evaluation.statistics import Interval, holm, paired_difference, sign_flip_p_value
 
 
@@ -82,7 +81,7 @@ def compare(results: Sequence[Named]) -> Comparison:
     found: list[Difference] = []
     shared: list[Shared] = []
     for other in others:
-        before, after = _by_label(first), _by_label(other)
+        before, after = by_label(first), by_label(other)
         count = len(found)
         for label in [label for label in before if label in after]:
             pairs = _pairs(before[label], after[label], (first.name, other.name))
@@ -99,16 +98,16 @@ def labels(tasks: Sequence[TaskScores]) -> list[str]:
     """The name of each part of a result: its task, and where a task was measured under several settings of the sampler, those that vary."""
     names = []
     for part in tasks:
-        samplers = [other.protocol.get("sampler") or {} for other in tasks if other.task == part.task]
-        own = part.protocol.get("sampler") or {}
+        samplers = [other.sampler for other in tasks if other.task == part.task]
         varied = [
             name for name in dict.fromkeys(key for sampler in samplers for key in sampler) if len({repr(s.get(name)) for s in samplers}) > 1
         ]
-        names.append(", ".join([part.task, *(f"{name} {own[name]}" for name in varied if own.get(name) is not None)]))
+        names.append(", ".join([part.task, *(f"{name} {part.sampler[name]}" for name in varied if part.sampler.get(name) is not None)]))
     return names
 
 
-def _by_label(result: Named) -> dict[str, TaskScores]:
+def by_label(result: Named) -> dict[str, TaskScores]:
+    """The parts of a result by their `labels`. Raises DataError for one that is there twice."""
     found: dict[str, TaskScores] = {}
     for label, part in zip(labels(result.content.tasks), result.content.tasks, strict=True):
         if label in found:
@@ -153,7 +152,7 @@ def _differences(label: str, other: str, before: TaskScores, after: TaskScores, 
             change=paired_difference(old, new, groups),
             p_value=sign_flip_p_value([b - a for a, b in zip(old, new, strict=True)], groups),
             higher_is_better=before.metrics[metric].higher_is_better if metric in before.metrics else True,
-            fraction=metric not in SPEEDS and all(0 <= score <= 1 for score in [*old, *new]),
+            fraction=is_fraction(metric, [*old, *new]),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,6 +21,22 @@ from unmask.redaction import masked_text
 NATS_PER_TOKEN = "nats per token"
 
 
+def read_documents(lm: DiffusionLM, path: str, rows: int) -> list[tuple[str, list[int]]]:
+    """Those among the first documents of a file that have two tokens or more, with their tokens up to the context. Raises DataError if the
+    file is missing or malformed, or has none."""
+    texts = list(Column(load_rows(path, max_rows=rows), "text", path))
+    encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
+    documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
+    if not documents:
+        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
+    return documents
+
+
+def documents_fingerprint(documents: Sequence[tuple[str, list[int]]]) -> str:
+    """A hash of the texts."""
+    return rows_fingerprint([{"text": text} for text, _ in documents])
+
+
 def file_likelihood(lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> TaskScores:
     """The negative log-likelihood of the tokens after the first of each of a file's first documents, up to the model's context.
 
@@ -32,11 +49,7 @@ def file_likelihood(lm: DiffusionLM, path: str, rows: int, estimator: Estimator 
     Raises:
         DataError: the file is missing or malformed, or no document has two tokens.
     """
-    texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-    encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
-    documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
-    if not documents:
-        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
+    documents = read_documents(lm, path, rows)
     estimator = estimator or default_estimator(lm)
     found = log_likelihoods(lm, [ids[:1] for _, ids in documents], [ids[1:] for _, ids in documents], estimator, samples, seed)
     errors = found.standard_errors.tolist()
@@ -54,7 +67,7 @@ def file_likelihood(lm: DiffusionLM, path: str, rows: int, estimator: Estimator 
         update={"standard_error": error if 0 < error < math.inf else None, "higher_is_better": False}
     )
     settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
-    counts = {"documents": len(items), "tokens": total, "rows_sha256": rows_fingerprint(problems)}
+    counts = {"documents": len(items), "tokens": total, "rows_sha256": documents_fingerprint(documents)}
     protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts}
     return TaskScores(task="likelihood", protocol=protocol, metrics={NATS_PER_TOKEN: metric}, items=items)
 

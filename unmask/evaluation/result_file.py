@@ -6,20 +6,31 @@ Two results of the same command are equal but for `times` and `environment`.
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, model_validator
 
 from unmask.artifacts import read_file, write_atomic
 from unmask.errors import DataError
 
 FORMAT: Literal[1] = 1
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+WITH_UNITS = {"perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "loglikelihood", "seconds", "tokens", "passes"}
+"""Words in the names of metrics that are no fractions, whatever their values."""
 
 
 class _Part(pydantic.BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+def is_fraction(name: str, values: Iterable[float]) -> bool:
+    """Whether these values of a metric are fractions, which are shown in percent: from 0 to 1, and without a unit."""
+    return WITH_UNITS.isdisjoint(re.split("[ _-]", name)) and all(0 <= value <= 1 for value in values)
 
 
 class Metric(_Part):
@@ -32,11 +43,12 @@ class Metric(_Part):
     """Of the estimate itself, over its random masks (Monte Carlo); None: the score of each item is exact."""
     higher_is_better: bool = True
 
-    def shown(self) -> str:
-        """The mean and the bounds: in percent where the mean is a fraction with an interval, of which more is better."""
+    def shown(self, name: str) -> str:
+        """The mean and the bounds of the metric of this name: in percent where they are fractions with an interval, of which more is
+        better."""
         if self.low is None or self.high is None:
             return f"{self.mean:,.4g}"
-        if self.higher_is_better and 0 <= self.mean <= 1 and self.low >= 0 and self.high <= 1:
+        if self.higher_is_better and is_fraction(name, [self.mean, self.low, self.high]):
             return f"{self.mean:.1%} [{self.low:.1%}, {self.high:.1%}]"
         return f"{self.mean:,.4g} [{self.low:,.4g}, {self.high:,.4g}]"
 
@@ -46,6 +58,12 @@ class Trace(_Part):
 
     tokens: list[str]
     steps: list[int]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len(self.tokens) != len(self.steps):
+            raise ValueError(f"{len(self.tokens)} tokens with {len(self.steps)} steps")
+        return self
 
 
 class Item(_Part):
@@ -61,11 +79,11 @@ class Item(_Part):
     prompt: Any = None
     """A text, or messages."""
     completions: list[str] = []
-    tokens: int = 0
+    tokens: Count = 0
     """Produced, over all completions."""
-    steps: int = 0
+    steps: Count = 0
     """Denoising steps, over all completions."""
-    passes: int = 0
+    passes: Count = 0
     """Forward passes, over all completions."""
     traces: list[Trace] = []
     """One for each completion, if they were recorded."""
@@ -83,6 +101,12 @@ class TaskScores(_Part):
     statuses: dict[str, int] = {}
     """Items by status."""
     items: list[Item] = []
+
+    @property
+    def sampler(self) -> Mapping[str, Any]:
+        """The settings of the sampler; empty where none was used."""
+        sampler = self.protocol.get("sampler")
+        return sampler if isinstance(sampler, Mapping) else {}
 
     def total(self, name: Literal["tokens", "steps", "passes"]) -> int:
         """Of all items."""
@@ -108,14 +132,24 @@ class EvaluationResult(_Part):
         write_atomic(path, self.model_dump_json(indent=1) + "\n")
 
 
+def _finite(text: str) -> float:
+    """A number of a file. Raises DataError for NaN and infinity, which no file holds that Unmask wrote."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise DataError(f"{text:.20} is no finite number", remedy="Give a file that `unmask evaluate --output FILE` wrote.")
+    return number
+
+
 def read_result(path: str | Path) -> EvaluationResult:
     """Read a result file. Raises a DataError if it is missing, cut, of another format, or no result."""
     remedy = "Give a file that `unmask evaluate --output FILE` wrote."
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(read_file(path), parse_constant=_finite, parse_float=_finite)
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except DataError as error:
+        raise error.moved(str(path)) from error
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an endless number, lists in lists without end
         raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:

@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 from unmask.evaluation.curve import SPEEDS
 from unmask.evaluation.report.content import Cell, Chart, Charts, Record, Section, Series, Table
 from unmask.evaluation.report.geometry import minus
-from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores
+from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, is_fraction
 from unmask.evaluation.statistics import Interval, paired_difference
-
-WITH_UNITS = {"perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens"}
-"""Words in the names of metrics that are no fractions, whatever their values."""
 
 
 class Result(NamedTuple):
@@ -42,18 +39,12 @@ def entries_by_task(results: Sequence[Result]) -> dict[str, list[Entry]]:
             found.setdefault(scores.task, []).append((result, scores))
     named = {}
     for task, pairs in found.items():
-        labels = _differences([sampler_of(scores) for _, scores in pairs])
+        labels = _differences([scores.sampler for _, scores in pairs])
         named[task] = [
             Entry(result.name, ", ".join(filter(None, (result.name, label))), result.color, scores)
             for (result, scores), label in zip(pairs, labels, strict=True)
         ]
     return named
-
-
-def sampler_of(scores: TaskScores) -> Mapping[str, Any]:
-    """The settings of the sampler; empty where none was used."""
-    sampler = scores.protocol.get("sampler")
-    return sampler if isinstance(sampler, Mapping) else {}
 
 
 def _differences(samplers: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -115,7 +106,7 @@ class Figures:
     def __init__(self, name: str, values: Sequence[Metric]):
         ends = [end for value in values for end in (value.mean, value.low, value.high) if end is not None and math.isfinite(end)]
         self.name = name
-        self.fraction = all(0 <= end <= 1 for end in ends) and not WITH_UNITS & set(name.replace("_", " ").replace("-", " ").split())
+        self.fraction = is_fraction(name, ends)
         largest = max(map(abs, ends), default=1.0) or 1.0
         self.decimals = 1 if self.fraction else min(max(2 - math.floor(math.log10(largest)), 0), 5)
         self.bounded = any(value.low is not None or value.high is not None for value in values)
