@@ -49,6 +49,18 @@ def test_a_missing_or_malformed_log_is_named(tmp_path):
     log.path.write_text('{"step": 1}\nstep: 2\n')
     with pytest.raises(DataError, match=r"training_logs\.json, line 2: not JSON"):
         log.read()
+    for line in ("1" * 5000, "[" * 100_000):
+        log.path.write_text(f"{line}\n")
+        with pytest.raises(DataError, match=r"training_logs\.json, line 1: not JSON"):
+            log.read()
+    log.path.write_bytes(b"\xff\n")
+    with pytest.raises(DataError, match=r"training_logs\.json: cannot be read"):
+        log.read()
+
+
+def test_the_name_of_a_file_may_be_as_long_as_the_system_allows(tmp_path):
+    write_atomic(tmp_path / ("x" * 255), "text")  # the temporary file beside it has a longer name
+    assert [(len(path.name), path.read_text()) for path in tmp_path.iterdir()] == [(255, "text")]
 
 
 def test_the_manifest_tells_how_to_repeat_the_run(tmp_path):

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unmask.errors import DataError
+from unmask.errors import DataError, first_line
 from unmask.redaction import masked, masked_argument
 
 VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
@@ -33,7 +33,7 @@ def write_atomic(path: str | Path, text: str) -> None:
     """Write a UTF-8 file atomically: after a crash the earlier file is still there. Creates missing parent folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name:.50}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
@@ -119,13 +119,17 @@ class MetricsLog:
         if not self.path.exists():
             raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
         records = []
-        for number, line in enumerate(read_file(self.path).splitlines(keepends=True), start=1):
+        try:
+            lines = read_file(self.path).splitlines(keepends=True)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"cannot be read ({first_line(error)})", where=str(self.path), remedy="Move it away") from error
+        for number, line in enumerate(lines, start=1):
             if line.endswith("\n"):
                 try:
                     records.append(json.loads(line))
-                except json.JSONDecodeError as error:
+                except (ValueError, RecursionError) as error:  # or a number or a nesting without end
                     where = f"{self.path}, line {number}"
-                    raise DataError(f"not JSON ({error.msg})", where=where, remedy="Remove the line") from error
+                    raise DataError(f"not JSON ({first_line(error)})", where=where, remedy="Remove the line") from error
         return records
 
 

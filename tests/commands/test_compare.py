@@ -41,10 +41,11 @@ def test_the_table_the_items_and_the_settings_are_printed_and_the_picture_drawn(
     assert run(*files, "--picture", tmp_path / "forest.svg", "--overwrite").exit_code == 0
 
 
-def test_files_that_differ_in_their_suffix_only_have_different_names(files, tmp_path):
-    other = tmp_path / "before" / "result.bak"
-    other.write_bytes((tmp_path / "before" / "result.json").read_bytes())
-    assert "31 items shared, 0 only in result, 0 only in result.bak" in run(files[0], other).output
+@pytest.mark.parametrize(("other", "first"), [("result.bak", "result"), ("result", "result.json")])
+def test_files_that_differ_in_their_suffix_only_have_different_names(other, first, files, tmp_path):
+    copy = tmp_path / "before" / other
+    copy.write_bytes((tmp_path / "before" / "result.json").read_bytes())
+    assert f"31 items shared, 0 only in {first}, 0 only in {other}" in run(files[0], copy).output
 
 
 def test_bad_input_is_one_line(files, tmp_path):
@@ -59,3 +60,10 @@ def test_bad_input_is_one_line(files, tmp_path):
     ):
         done = run(*words)
         assert done.exit_code == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_sampler_that_is_none_is_no_setting(files, tmp_path):
+    text = (tmp_path / "after" / "result.json").read_text()
+    (tmp_path / "after" / "result.json").write_text(text.replace('"sampler": {\n     "steps": 8\n    }', '"sampler": [8]'))
+    done = run(*files)
+    assert done.exit_code == 0 and "[8]" in done.output

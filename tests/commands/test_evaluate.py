@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,10 +18,12 @@ from tests.helpers import TWO_PROCESSES, run_all
 from unmask.cli.entry import app
 from unmask.commands import evaluate as commands
 from unmask.config.layers import ACCEPT_UNSANDBOXED
+from unmask.data.problems import pose
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import DataError
 from unmask.evaluation import tasks
-from unmask.evaluation.result_file import EvaluationResult, read_result
+from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
+from unmask.evaluation.tasks import item_ids
 from unmask.tasks import get_task
 
 DIGITS = str.maketrans("05678", "12341")  # to those of the task's alphabet
@@ -91,10 +94,6 @@ def test_a_result_says_what_it_was_made_of_and_runs_itself_again(model, tmp_path
     again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
     assert again.exit_code == 1
     assert "items that differ" in again.output and "1 of 5" in again.output and "packages.torch" in again.output
-    del changed["tasks"][0]
-    output.write_text(json.dumps(changed))
-    again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
-    assert again.exit_code == 1 and "not measured" in again.output
 
 
 def test_several_tasks_at_once(model, tmp_path):
@@ -129,6 +128,8 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "gsm8k"], "generates no problems"),
         (["--task", "sudoku", "--data", "missing.csv"], "missing.csv"),
         (["--task", "sudoku,countdown", "--data", "a.csv"], "does not say which task it belongs to"),
+        (["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"], "data sudoku=b.csv: has two files"),
+        (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
         (["--task", "sudoku", "--style", "chat"], "chat template"),
         (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),
@@ -192,7 +193,8 @@ def test_a_rerun_may_accept_unsandboxed_code(first, monkeypatch, tmp_path):
     [(["model"], "model"), (["--batch-size", "3"], "--batch-size"), (["--output", "b.json"], "--output"), (["--overwrite"], "--overwrite")],
 )
 def test_a_rerun_reads_no_other_options(words, name, tmp_path):
-    for given in ([*words, "--rerun", tmp_path / "out.json"], ["--rerun", tmp_path / "out.json", *words]):
+    file = tmp_path / "out.json"
+    for given in ([*words, "--rerun", file], ["--rerun", file, *words], [*words, f"--rerun={file}"]):
         assert f"{name}: is not read with --rerun" in refused("evaluate", *given)
 
 
@@ -307,3 +309,40 @@ def test_a_protocol_sets_what_is_not_given(model, tmp_path):
 )
 def test_a_protocol_that_does_not_fit_is_one_error(words, message, model):
     assert message in refused("evaluate", model, *words)
+
+
+def test_a_rerun_names_the_tasks_that_only_one_result_has(model, tmp_path):
+    output = tmp_path / "out.json"
+    unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
+    written = json.loads(output.read_text())
+    for there in ([], [written["tasks"][0] | {"task": "other"}]):
+        output.write_text(json.dumps(written | {"tasks": there}))
+        again = CliRunner().invoke(app, ["evaluate", "--rerun", str(output)])
+        assert again.exit_code == 1 and "not measured" in again.output
+    output.write_text(json.dumps(written | {"tasks": written["tasks"] * 2}))
+    assert "the task sudoku is there twice" in refused("evaluate", "--rerun", output)
+
+
+def test_a_metric_that_is_not_a_number_is_no_difference():
+    before = EvaluationResult(model={}, arguments={}, tasks=[TaskScores(task="t", protocol={}, metrics={"mcc": Metric(mean=math.nan)})])
+    assert commands.differences(before, EvaluationResult.model_validate_json(before.model_dump_json())) == ([], [])
+
+
+def test_an_output_that_cannot_be_written_is_named_before_the_work(model, tmp_path):
+    (tmp_path / "text.txt").write_text("1234")
+    for output, message in ((tmp_path / "text.txt" / "out.json", "is a file, not a folder"), (tmp_path, "is a folder, not a file")):
+        for words in (["--task", "sudoku"], ["--likelihood", tmp_path / "text.txt"]):
+            assert message in refused("evaluate", model, *words, "--output", output, "--overwrite")
+    assert (tmp_path / "text.txt").read_text() == "1234"
+
+
+def test_pass_at_1_is_reported_of_one_attempt(model):
+    assert "pass@1" in unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--pass-at", 1)
+
+
+def test_an_item_has_one_name_in_all_styles_of_its_prompt():
+    for name in ("sudoku", "shuffle", "countdown"):
+        task = get_task(name)
+        rows = task.generate("test", 5, 0)
+        styles = [pose(task, rows, style, shots) for style in ("plain", "chat") for shots in (0, 2)]
+        assert len({tuple(item_ids(posed)[-3:]) for posed in styles}) == 1

@@ -93,6 +93,17 @@ def test_what_cannot_be_read_is_one_error(folder, source, message):
         report_of([Path(source)])
 
 
+def test_what_is_given_twice_is_shown_once(folder):
+    write_result(folder / "runs/convert/evaluation.json", "anything")
+    one = write_result(folder / "one.json", "maker/model-8b")
+    twice = [Path("runs"), Path("runs/convert"), folder / "runs/convert", one, Path("one.json"), Path("runs/convert/evaluation.json")]
+    assert report_of(twice).subtitle == "3 runs and 2 evaluations"
+
+
+def test_the_name_of_a_model_may_be_longer_than_that_of_a_file(folder):
+    assert report_of([write_result(folder / "one.json", "x" * 5000)]).entries == ["x" * 5000]
+
+
 def test_names_are_as_short_as_they_can_be():
     assert short_names(["/a/b/x", "/a/b/y/z", "org/model"]) == {"/a/b/x": "x", "/a/b/y/z": "y/z", "org/model": "org/model"}
     assert short_names(["/a/b/x"]) == {"/a/b/x": "x"} and short_names(["/a", "/a/b"]) == {"/a": "a", "/a/b": "a/b"}

@@ -10,6 +10,7 @@ import pytest
 from tests.commands.test_evaluate import refused, unmask
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.training.tiny_runs import QUICK
+from unmask.config.run import LOCK_FILE
 from unmask.demo import DemoSettings, small_model
 from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
@@ -65,10 +66,29 @@ def test_a_result_of_the_earlier_model_is_not_measured_again(folder, tmp_path):
     against(folder, *command)
     assert (tmp_path / "out.before.json").read_bytes() == before
     (tmp_path / "out.json").unlink()
-    against(folder, *command, "--rows", 1)  # another evaluation
+    words = ["evaluate", folder / "converted", "--against", folder / "causal", "--dtype", "float64", *command]
+    error = refused(*words, "--rows", 1).splitlines()[-1]  # another evaluation
+    assert "out.before.json: the file exists" in error and "--overwrite" in error
+    assert (tmp_path / "out.before.json").read_bytes() == before and not (tmp_path / "out.json").exists()
+    against(folder, *command, "--rows", 1, "--overwrite")
     assert len(read_result(tmp_path / "out.before.json").tasks[0].items) == 1
-    against(folder, *command, "--overwrite")
-    assert len(read_result(tmp_path / "out.before.json").tasks[0].items) == 3
+
+
+def test_the_result_of_the_earlier_model_on_other_texts_is_not_taken(folder, tmp_path):
+    (tmp_path / "text.txt").write_text("1234\n\n4321\n")
+    words = ["--likelihood", tmp_path / "text.txt", "--output", tmp_path / "out.json"]
+    against(folder, *words)
+    (tmp_path / "out.json").unlink()
+    (tmp_path / "text.txt").write_text("1234\n\n4444\n")
+    command = ["evaluate", folder / "converted", "--against", folder / "causal", "--dtype", "float64", *words]
+    assert "out.before.json: the file exists" in refused(*command)
+
+
+def test_a_file_that_is_no_result_is_kept(folder, tmp_path):
+    (tmp_path / "out.before.json").write_text("notes")
+    words = ["--likelihood", folder / "text.txt", "--output", tmp_path / "out.json"]
+    assert "out.before.json: the file exists" in refused("evaluate", folder / "converted", "--against", folder / "causal", *words)
+    assert (tmp_path / "out.before.json").read_text() == "notes"
 
 
 @pytest.mark.parametrize("words", [["causal", "--likelihood", "missing.txt"], ["missing", "--task", "sudoku"]])
@@ -106,4 +126,18 @@ def test_what_a_run_is_to_measure_is_checked_before_it_trains(folder, tmp_path):
     assert "lm-eval has no task 'wikitxt'" in refused(*command, "retention.lm_eval=[wikitxt]", f"retention.include_path={folder}")
     assert "nothing to measure" in refused(*command, "retention.rows=3")
     assert "model.from_scratch" in refused(*command, "retention.task=[sudoku]", "model.from_scratch=true")
-    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
+    assert f"{folder / 'missing'}: " in refused(*command, "retention.task=[sudoku]", f"retention.against={folder / 'missing'}")
+    judge = ["retention.metric=[perplexity]", f"retention.judge={folder / 'missing'}"]
+    assert f"{folder / 'missing'}: " in refused(*command, "retention.task=[sudoku]", *judge)
+    assert "--curve: is of one model" in refused(*command, "retention.task=[sudoku]", "retention.curve='steps=2,4'")
+    assert "chat template" in refused(*command, "training.max_steps=10", "retention.task=[sudoku]", "retention.style=chat")
+    assert not (tmp_path / "run").exists() or not [path for path in (tmp_path / "run").iterdir() if path.name != LOCK_FILE]
+
+
+def test_one_item_has_a_difference_without_bounds(folder, tmp_path):
+    command = ["convert", "--model", folder / "causal", "--task", "sudoku", *QUICK, "data.max_rows=8", "data.eval_rows=2"]
+    unmask(*command, "training.max_steps=10", "retention.task=sudoku", "retention.rows=1", "--output", tmp_path / "run")
+    text = (tmp_path / "run/model/config.json").read_text()
+    config = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert config["unmask_history"][-1]["retention"]["differences"][0]["low"] is None
+    assert "| sudoku: solved | 0.0% | 0.0% | +0.0% | 1 |" in (tmp_path / "run/model/README.md").read_text()

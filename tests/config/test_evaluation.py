@@ -29,3 +29,8 @@ def test_without_other_words_tasks_of_lm_eval_are_measured():
 def test_settings_that_do_not_fit_together_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         EvaluationConfig(**settings)
+
+
+def test_a_list_of_one_may_be_one_word():
+    config = EvaluationConfig(task="sudoku,copy", data="a.csv", attempts=4, pass_at=2)
+    assert (config.tasks, config.data, config.ks) == (["sudoku", "copy"], ["a.csv"], [2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -142,3 +143,17 @@ def test_the_picture_has_a_line_for_each_difference_and_text_is_escaped(tmp_path
     ET.parse(tmp_path / "forest.svg")
     with pytest.raises(ConfigError, match=r"forest.gif is neither a PNG nor an SVG"):
         check_picture(tmp_path / "forest.gif")
+
+
+@pytest.mark.parametrize(
+    ("metric", "fraction"), [("solved", True), ("acc_norm", True), ("nats per token", False), ("entropy", False), ("passes", False)]
+)
+def test_only_fractions_are_shown_in_percent(metric, fraction):
+    parts = [result(name, part({"a": 0.2, "b": 0.9}, metric=metric)) for name in "AB"]
+    assert compare(parts).differences[0].fraction == fraction
+
+
+def test_an_item_with_an_infinite_score_is_not_compared():
+    before, after = part({"a": 1.0, "b": math.inf, "c": 2.0}), part({"a": 2.0, "b": 1.0, "c": 3.0})
+    (difference,) = compare([result("A", before), result("B", after)]).differences
+    assert (difference.items, difference.change.mean) == (2, 1.0)

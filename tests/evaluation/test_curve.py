@@ -88,6 +88,13 @@ def test_speed_is_measured_over_all_items_together():
     assert not metrics["passes"].higher_is_better
 
 
+def test_passes_are_no_success_rate():
+    """One pass for each item is no 100%, whose interval would reach below 1."""
+    items = [Item(id=str(n), group=str(n), tokens=4, passes=1) for n in range(5)]
+    passes = with_speed(TaskScores(task="t", protocol={}, metrics={}, items=items)).metrics["passes"]
+    assert (passes.low, passes.mean, passes.high) == (1, 1, 1)
+
+
 def test_points_keep_the_rest_of_the_sampler():
     sampler = SamplerConfig(seed=3, policy="entropy")
     samplers = curve_samplers(sampler, "entropy_bound=0.1, 0.5,1")
@@ -105,6 +112,7 @@ def test_points_keep_the_rest_of_the_sampler():
         ("steps", "'' are not the points of a curve"),
         ("steps=8", "two different values"),
         ("steps=8,8", "two different values"),
+        ("threshold=0.5,0.50", "two different values"),
         ("steps=8,,16", "two different values"),
         ("steps=8,x", "steps"),
         ("threshold=0.5,2", "threshold"),
@@ -120,3 +128,5 @@ def test_what_is_no_curve_is_one_error(curve, message):
 def test_a_curve_contradicts_another_rule_of_the_sampler():
     with pytest.raises(ConfigError, match="contradict one another"):
         curve_samplers(SamplerConfig(threshold=0.9), "steps=8,16")
+    with pytest.raises(ConfigError, match="steps: contradicts the curve"):
+        curve_samplers(SamplerConfig(steps=4), "steps=8,16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from unmask.errors import DataError
@@ -88,3 +90,17 @@ def test_processes_share_items_and_gather_them(tmp_path):
         assert sorted(log.gather("sudoku")) == ["0", "1", "2", "3"]
     alone = ItemLog(tmp_path / "out.json", IDENTITY)  # another number of processes goes on
     assert len(alone.finished("sudoku")) == 4
+
+
+def test_other_files_of_the_folder_are_neither_read_nor_removed(tmp_path):
+    (tmp_path / "out.json.items-mine.jsonl").write_text("mine\nalso\n")
+    log = ItemLog(tmp_path / "out.json", IDENTITY)
+    log.add("sudoku", ITEMS)
+    log.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json.items-mine.jsonl"]
+
+
+def test_an_infinite_score_is_kept(tmp_path):
+    item = Item(id="a", group="a", scores={"perplexity": math.inf})
+    ItemLog(tmp_path / "out.json", IDENTITY).add("text", [item])
+    assert ItemLog(tmp_path / "out.json", IDENTITY).finished("text") == {"a": item}

@@ -1,5 +1,8 @@
 """Result files are read as they were written; anything else is one clear error."""
 
+import json
+import math
+
 import pytest
 
 from unmask.errors import DataError
@@ -17,6 +20,18 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
     assert read_result(tmp_path / "result.json") == RESULT
 
 
+def test_infinite_numbers_are_read_as_they_were_written(tmp_path):
+    """The perplexity of a text that is impossible is infinite."""
+    item = ITEM.model_copy(update={"scores": {"perplexity": math.inf}, "details": {"log_likelihood": "-Infinity"}})
+    metrics = {"perplexity": Metric(mean=math.inf), "lowest": Metric(mean=-math.inf), "mcc": Metric(mean=math.nan)}
+    written = RESULT.model_copy(update={"tasks": [TaskScores(task="t", protocol={}, metrics=metrics, items=[item])]})
+    written.write(tmp_path / "result.json")
+    json.loads((tmp_path / "result.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    (read,) = read_result(tmp_path / "result.json").tasks
+    assert read.items == [item] and read.metrics["perplexity"].mean == -read.metrics["lowest"].mean == math.inf
+    assert math.isnan(read.metrics["mcc"].mean)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -24,6 +39,13 @@ def test_a_result_is_read_as_it_was_written(tmp_path):
         ("[]", "is no result"),
         ('{"format": 2}', "of format 2, and this version of Unmask reads 1"),
         ('{"format": 1, "model": {}, "arguments": {}, "tasks": [{"task": "t"}]}', "tasks.0.protocol"),
+        ('{"format": ' + "1" * 5000 + "}", "no whole JSON"),
+        ('{"format": 1, "model": ' + "[" * 100_000 + "]" * 100_000 + "}", "no whole JSON"),
+        (RESULT.model_dump_json().replace('"mean":1.0', '"mean":NaN'), r"result\.json: NaN is no finite number"),
+        (RESULT.model_dump_json().replace('"solved":1.0', '"solved":1e999'), "1e999 is no finite number"),
+        (RESULT.model_dump_json().replace('"steps":[0]', '"steps":[0,1]'), "1 tokens with 2 steps"),
+        (RESULT.model_dump_json().replace('"passes":0', '"passes":-1'), r"items\.0\.passes"),
+        (RESULT.model_dump_json().replace('"tokens":0', f'"tokens":{10**400}'), r"items\.0\.tokens"),
     ],
 )
 def test_other_files_are_one_error(tmp_path, text, message):

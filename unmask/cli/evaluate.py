@@ -98,7 +98,9 @@ def evaluate_against(
     from unmask.commands.retention import measure_retention, model_against
 
     earlier = model_against(model, str(evaluation.against))
-    found = measure_retention(earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite)
+    found = measure_retention(
+        earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite, replace=overwrite
+    )
     processes.end()
     if found is not None:
         show_retention(found, f"{model.path} against {evaluation.against}")

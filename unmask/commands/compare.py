@@ -21,7 +21,9 @@ def read_named(files: Sequence[Path]) -> list[Named]:
             raise DataError("is given twice", where=str(file), remedy="Give each result once")
     ends = ([str(Path(*path.parts[-parts:])) for path in resolved] for parts in itertools.count(1))
     names = next(names for names in ends if len(set(names)) == len(names))
-    return [Named(name.removesuffix(".json"), read_result(file)) for name, file in zip(names, files, strict=True)]
+    short = [name.removesuffix(".json") for name in names]
+    names = short if len(set(short)) == len(names) else names
+    return [Named(name, read_result(file)) for name, file in zip(names, files, strict=True)]
 
 
 def difference_rows(comparison: Comparison, *, several: bool) -> list[list[str]]:

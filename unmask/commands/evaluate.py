@@ -14,14 +14,15 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 from accelerate import PartialState
+from pydantic import BaseModel
 
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.comparison import differing, labels
+from unmask.evaluation.comparison import Named, by_label, differing
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
 from unmask.evaluation.file_likelihood import LIKELIHOOD, Documents
 from unmask.evaluation.item_log import ItemLog
@@ -101,19 +102,20 @@ def evaluate(
     processes: Processes = ALONE,
     *,
     reuse: bool = False,
+    replace: bool = True,
     expected: EvaluationResult | None = None,
 ) -> EvaluationResult:
-    """Run an evaluation, and write its result if there is an `output`. Items are kept as they finish, beside the output, so that a killed
-    evaluation goes on.
+    """Run an evaluation, and write its result to `output`. Items are kept beside it as they finish: a killed evaluation goes on.
 
     Args:
         harness: for tasks of lm-eval.
         processes: that share the work; each has to call this.
-        reuse: whether an existing output of the same model and options is returned instead.
+        reuse: whether an existing output of the same model, options and problems is returned instead.
+        replace: whether any other existing output is replaced.
         expected: a result that is to be of the same model.
 
     Raises:
-        ConfigError: an unknown task, or settings that do not fit one another.
+        ConfigError: an unknown task, settings that do not fit one another, or an output that may not be replaced.
         DataError: a file is missing or malformed, items beside the output are of another evaluation, or `expected` is of another model.
     """
     begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
@@ -124,17 +126,17 @@ def evaluate(
     parts = {name: part.fitted(lm) for name, part in parts.items()}
     judge = load(evaluation.judge, device=model.device, dtype=model.dtype) if evaluation.judge else None
     identity = model_identity(lm, model.path, model.revision)
-    if expected is not None:
-        _refuse_other_model(expected.model, identity)
+    _refuse_other_model(expected, identity)
     arguments = _arguments(model=model, evaluation=evaluation, sampler=sampler)
-    if reuse and output is not None and (there := _unchanged(output, identity, arguments)):
-        return there
-    processes.wait()  # before one of them writes the output
     documents = _documents(lm, evaluation, sampler)
     whole = {"model": identity, **_protocols(lm, evaluation, parts, documents)}
+    if output is not None and output.exists():
+        if reuse and (there := _unchanged(output, identity, arguments, whole["protocols"])):
+            return there
+        refuse_existing(output, "Choose another --output, or replace it with --overwrite", overwrite=replace)
+    processes.wait()  # before one of them writes the output
     log = processes.log(output, whole) if output is not None and (parts or documents) else None
-    scores: dict[str, TaskScores] = {}
-    seconds: dict[str, float] = {}
+    scores, seconds = dict[str, TaskScores](), dict[str, float]()
     for name, part in parts.items():
         with _timed(scores, seconds):
             scores[name] = _scores(lm, name, part, log, judge)
@@ -144,8 +146,7 @@ def evaluate(
     if harness is not None and evaluation.lm_eval:
         with _timed(scores, seconds):
             scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler, output)}
-    times = {"begun": begun, "seconds": time.perf_counter() - start, "resumed_items": log.resumed if log else 0}
-    times["tasks"] = _speeds(scores, seconds, log)
+    times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
     tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
     result = EvaluationResult(model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times)
     if output is not None and processes.rank == 0:
@@ -160,10 +161,17 @@ def _arguments(**sections: Config) -> dict[str, Any]:
     return found
 
 
-def _unchanged(output: Path, model: Mapping[str, Any], arguments: Mapping[str, Any]) -> EvaluationResult | None:
-    """The result that is there, if it is of this model and these options."""
-    there = read_result(output) if output.exists() else None
-    return there if there and (there.model, there.arguments) == (model, arguments) else None
+def _unchanged(
+    output: Path, model: Mapping[str, Any], arguments: Mapping[str, Any], protocols: Mapping[str, Any]
+) -> EvaluationResult | None:
+    """The result that is there, if it is one of this model, these options and these problems."""
+    try:
+        there = read_result(output)
+    except DataError:
+        return None
+    measured = {scores.task: scores.protocol.get("rows_sha256") for scores in there.tasks}
+    same = all(measured.get(name) == protocol["rows_sha256"] for name, protocol in protocols.items())
+    return there if same and (there.model, there.arguments) == (model, arguments) else None
 
 
 @contextmanager
@@ -231,13 +239,14 @@ def _as_authors(evaluation: EvaluationConfig, protocol: Protocol | None) -> Eval
 
 
 def _speeds(scores: Mapping[str, TaskScores], seconds: Mapping[str, float], log: ItemLog | None) -> dict[str, Any]:
-    """Seconds and tokens per second by part, of all processes, with the time to verify; None if all items had been finished before."""
+    """How many items had been finished before; seconds and tokens per second by part, of all processes, with the time to verify: None if
+    all of its items had been."""
     speeds = {}
     for name, part in scores.items():
         finished = log.finished(name) if log else {}
         tokens, spent = sum(item.tokens for item in part.items if item.id not in finished), seconds[name]
         speeds[name] = {"seconds": spent, "tokens_per_second": tokens / spent if tokens else None}
-    return speeds
+    return {"resumed_items": log.resumed if log else 0, "tasks": speeds}
 
 
 def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harness | None = None) -> dict[str, Part]:
@@ -250,6 +259,8 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
         load_rows(evaluation.likelihood, max_rows=evaluation.rows)
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
+    if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):
+        raise ConfigError("is of a dataset on the hub, and none is read", where="--split", remedy="Leave it out")
     points = curve_samplers(sampler, evaluation.curve) if evaluation.curve else [sampler]
     settings = [point.model_dump() for point in points]
     parts: dict[str, Part] = {}
@@ -323,11 +334,11 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     return before, evaluate(*sections, harness=harness, expected=before)
 
 
-def _refuse_other_model(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise a DataError unless both models have the same weights."""
-    if before.get("fingerprint") == now["fingerprint"]:
+def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any]) -> None:
+    """Raise a DataError if a result is of a model with other weights."""
+    if expected is None or expected.model.get("fingerprint") == now["fingerprint"]:
         return
-    values = {name: (str(before.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")}
+    values = {name: (str(expected.model.get(name))[:12], str(now[name])[:12]) for name in ("fingerprint", "dtype")}
     changed = [f"{name}: {there} there, {here} now" for name, (there, here) in values.items() if there != here]
     remedy = "Give the path its former model again, or evaluate this one into another file"
     what = f"the result is of another model than there is now ({', '.join(changed)})"
@@ -344,23 +355,29 @@ def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
     """How two results differ, in rows of a name and both values: in what was measured, and in what may explain it."""
     scores = []
-    parts_before, parts_after = (dict(zip(labels(result.tasks), result.tasks, strict=True)) for result in (before, after))
-    for label in {**parts_before, **parts_after}:
-        one, other = parts_before.get(label), parts_after.get(label)
-        if one is None or other is None:
-            there, now = ("not measured" if part is None else "measured" for part in (one, other))
-            scores.append((label, there, now))
-            continue
-        if one == other:
-            continue
-        for name in {**one.metrics, **other.metrics}:
-            if one.metrics.get(name) != other.metrics.get(name):
-                scores.append((f"{one.task}: {name}", _mean(one, name), _mean(other, name)))
-        items = {item.id: item for item in one.items}
-        changed = sum(items.get(item.id) != item for item in other.items)
-        scores.append((f"{one.task}: items that differ", "", f"{changed} of {len(other.items)}"))
-        scores += differing(one.protocol, other.protocol, f"{one.task}: ")
+    there, now = by_label(Named("the file", before)), by_label(Named("now", after))
+    for label in {**there, **now}:
+        if label not in there or label not in now:
+            first, second = ("measured" if label in parts else "not measured" for parts in (there, now))
+            scores.append((label, first, second))
+        elif not _same(there[label], now[label]):
+            scores += _changed_scores(label, there[label], now[label])
     return scores, [*differing(before.model, after.model, "model: "), *differing(before.environment, after.environment)]
+
+
+def _changed_scores(label: str, before: TaskScores, after: TaskScores) -> Iterator[tuple[str, str, str]]:
+    for name in {**before.metrics, **after.metrics}:
+        if not _same(before.metrics.get(name), after.metrics.get(name)):
+            yield f"{label}: {name}", _mean(before, name), _mean(after, name)
+    old, new = ({item.id: item for item in part.items} for part in (before, after))
+    changed = sum(not _same(old.get(name), new.get(name)) for name in {**old, **new})
+    yield f"{label}: items that differ", "", f"{changed} of {len({**old, **new})}"
+    yield from differing(before.protocol, after.protocol, f"{label}: ")
+
+
+def _same(before: BaseModel | None, after: BaseModel | None) -> bool:
+    """As they are written: NaN is NaN."""
+    return before == after or (before is not None and after is not None and before.model_dump_json() == after.model_dump_json())
 
 
 def _mean(scores: TaskScores, name: str) -> str:

@@ -54,19 +54,23 @@ def _subtitle(sources: Sources) -> str:
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Find the runs in folders, with their evaluations, and read result files. Errors are those of `report_of`."""
+    """Find the runs in folders, with their evaluations, and read result files, each once. Errors are those of `report_of`."""
     runs: list[Path] = []
     results: list[tuple[str, EvaluationResult]] = []
+    seen: set[Path] = set()
     for path in paths:
         if path.is_dir():
             found = sorted({file.parent for file in path.glob(f"**/{LOG_NAME}")}) or [path][: (path / EVALUATION).is_file()]
             if not found:
                 remedy = "Give the folder of a run, one that holds runs, or the result file of an evaluation"
                 raise DataError(f"holds no run (no {LOG_NAME})", where=str(path), remedy=remedy)
-            runs += [folder for folder in found if folder not in runs and (folder / LOG_NAME).is_file()]
-            results += [(_key(str(folder)), content) for folder in found if (content := _own_evaluation(folder)) is not None]
-        else:
+            runs += [folder for folder in found if folder.resolve() not in seen and (folder / LOG_NAME).is_file()]
+            own = [folder for folder in found if (folder / EVALUATION).resolve() not in seen]
+            results += [(_key(str(folder)), content) for folder in own if (content := _own_evaluation(folder)) is not None]
+            seen |= {place.resolve() for folder in found for place in (folder, folder / EVALUATION)}
+        elif path.resolve() not in seen:
             results.append((_owner(path, content := read_result(path)), content))
+            seen.add(path.resolve())
     return Sources(runs, results)
 
 
@@ -90,7 +94,7 @@ def _key(name: str) -> str:
     """A run and its model have one: the path of the folder, or the name of a model that is elsewhere."""
     path = Path(name)
     folder = path.parent if path.name == MODEL_FOLDER else path
-    return str(folder.resolve()) if folder.exists() else name.removesuffix(f"/{MODEL_FOLDER}")
+    return str(folder.resolve()) if os.path.exists(folder) else name.removesuffix(f"/{MODEL_FOLDER}")
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +11,7 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.commands.evaluate import ALONE, Harness, Processes, evaluate, prepare
+from unmask.commands.evaluate import ALONE, Harness, Part, Processes, evaluate, prepare
 from unmask.commands.inputs import read_pattern, without_folder
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
@@ -61,6 +62,7 @@ def measure_retention(
     processes: Processes = ALONE,
     *,
     reuse: bool = True,
+    replace: bool = True,
 ) -> Retention | None:
     """Evaluate the earlier model, then `model`, and compare them.
 
@@ -69,6 +71,7 @@ def measure_retention(
     Args:
         output: the file of the result of `model`; that of the other one is `result_before(output)`. A killed evaluation goes on.
         reuse: whether an existing result of the earlier model is used, and the model not measured again.
+        replace: whether any other file in its place is replaced.
 
     Returns:
         None in a process other than the first.
@@ -84,7 +87,7 @@ def measure_retention(
         measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
         sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=OF_DENOISING if without else None))
         path = output if each is model or output is None else result_before(output)
-        results.append(evaluate(each, measured, sampled, path, harness, processes, reuse=reuse and each is earlier))
+        results.append(evaluate(each, measured, sampled, path, harness, processes, reuse=reuse and each is earlier, replace=replace))
     if processes.rank:
         return None
     before, after = results
@@ -98,14 +101,18 @@ def speed_rows(found: Retention) -> list[list[str]]:
     return [[f"{name}: tokens per second", *(f"{speed[name]:,.4g}" for speed in speeds), "", "", ""] for name in both]
 
 
-def check_retention(config: RunConfig, harness: Harness | None) -> None:
-    """Check what a run is to evaluate at its end: raise those errors of `measure_retention` that can be found without a model."""
-    if config.retention is None:
-        return
-    if config.model.from_scratch:
+def check_retention(config: RunConfig, harness: Harness | None) -> dict[str, Part]:
+    """The tasks that a run is to evaluate at its end. Raises those errors of `measure_retention` that can be found without weights."""
+    evaluation = config.retention
+    if evaluation is None:
+        return {}
+    if config.model.from_scratch and not evaluation.against:
         what = "a model from scratch was made of no other"
         raise ConfigError(what, where="retention and model.from_scratch", remedy="Leave one of them out")
-    prepare(config.retention, config.sampler, harness)
+    evaluation.refuse_of_one_model()
+    for path in filter(None, (evaluation.against, evaluation.judge)):
+        read_pattern(model_against(config.model, path))
+    return prepare(evaluation, config.sampler, harness)
 
 
 def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -> Retention | None:
@@ -127,7 +134,7 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
         content = json.loads(read_file(path))
         differences = [_in_card(each) for each in found.comparison.differences]
         content[HISTORY_KEY][-1]["retention"] = {"of": without_folder(other or start.path), "differences": differences}
-        write_atomic(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+        write_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
         write_card(load(folder, dtype=start.dtype), folder)
     return found
 
@@ -135,4 +142,5 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
 def _in_card(difference: Difference) -> dict[str, Any]:
     """What the history of a model holds of a difference, in JSON types."""
     names = ("task", "metric", "items", "before", "after", "fraction")
-    return {name: getattr(difference, name) for name in names} | {"low": difference.change.low, "high": difference.change.high}
+    low, high = (bound if math.isfinite(bound) else None for bound in (difference.change.low, difference.change.high))
+    return {name: getattr(difference, name) for name in names} | {"low": low, "high": high}

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together
-from unmask.commands.evaluate import Harness
+from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
 from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
@@ -99,8 +100,7 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: 
     output = Path(config.output_dir)
     resumes = resumes_in_place(output, resume)
     with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
-        check_retention(config, harness)
-        _run(verb, config, resume, stop)
+        _run(verb, config, resume, stop, check_retention(config, harness))
     processes, found = PartialState(), None
     if config.retention is not None:
         gc.collect()  # the trainer, whose memory two models need now
@@ -112,7 +112,7 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: 
     return found
 
 
-def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -> None:
+def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]) -> None:
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
     folder = RunFolder(verb, config, args, resume)
@@ -132,6 +132,8 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
         task, held_out = held_out_problems(config)
         if task and held_out:
             check_evaluation(trainer.lm, task, held_out, config.sampler)
+        for part in retained.values():
+            check_evaluation(trainer.lm, part.task, part.rows, part.sampler)
         if resume:
             trainer.checkpoint_to_resume(resume)  # refuses another run
         if args.should_save and folder.overwrite:

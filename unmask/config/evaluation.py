@@ -11,6 +11,8 @@ from unmask.config.base import Config, OnResume
 from unmask.errors import ConfigError
 
 TASK, HARNESS, LIKELIHOOD = "task", "lm_eval", "likelihood"
+LISTS = (TASK, HARNESS, "data", "metric", "pass_at")
+"""The settings that a config may also give as one word or number."""
 READ_BY = MappingProxyType(
     dict.fromkeys(("data", "split", "metric", "judge", "attempts", "pass_at", "curve"), (TASK,))
     | dict.fromkeys(("style", "shots", "protocol"), (TASK, HARNESS))
@@ -73,6 +75,8 @@ class EvaluationConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+        lists = {name: values[name] for name in LISTS if values.get(name) is not None}
+        values = values | {name: list(map(_text, each if isinstance(each, list) else [each])) for name, each in lists.items()}
         measured = any(values.get(kind) for kind in (TASK, HARNESS, LIKELIHOOD))
         return values | {HARNESS: RETAINED} if values.get("against") and not measured else values
 
@@ -91,8 +95,13 @@ class EvaluationConfig(Config):
         if self.curve and len(measured) > 1:
             what = "is of tasks alone, and a text or tasks of lm-eval are measured too"
             raise ConfigError(what, where="--curve", remedy="Measure them in two evaluations")
+        if self.against is not None:
+            self.refuse_of_one_model()
+
+    def refuse_of_one_model(self) -> None:
+        """Raise ConfigError for a setting with which two models are not evaluated alike."""
         single = [name for name in ("protocol", "curve") if getattr(self, name) is not None]
-        if self.against is not None and single:
+        if single:
             what = "is of one model, and two are evaluated alike"
             raise ConfigError(what, where=_option(single[0]), remedy="Leave it out, or evaluate each model and use `unmask compare`")
 
@@ -121,6 +130,8 @@ class EvaluationConfig(Config):
         found = {}
         for text in self.data or []:
             name, mark, source = text.partition("=")
+            if mark and name in found:
+                raise ConfigError("has two files", where=f"data {text}", remedy=f"Give {name} one")
             if mark and name in self.tasks:
                 found[name] = source
             elif len(self.tasks) == len(self.data or []) == 1:
@@ -129,6 +140,10 @@ class EvaluationConfig(Config):
                 remedy = f"Write NAME={text}, with NAME one of {', '.join(self.tasks)}"
                 raise ConfigError("does not say which task it belongs to", where=f"data {text}", remedy=remedy)
         return found
+
+
+def _text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
 
 
 def _option(name: str) -> str:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import typing
 from collections.abc import Collection, Mapping
@@ -282,9 +283,16 @@ def check_output_folder(path: str | Path, *, overwrite: bool = False, resume: bo
 
 
 def refuse_existing(path: Path, remedy: str, *, overwrite: bool) -> None:
-    """Raise ConfigError if a file to write exists and may not be overwritten."""
+    """Raise ConfigError if a file to write exists and may not be overwritten, or cannot be written there."""
+    if path.is_dir():
+        raise ConfigError("is a folder, not a file", where=str(path), remedy="Name a file")
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(path), remedy=remedy)
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if not folder.is_dir():
+        raise ConfigError("is a file, not a folder", where=str(folder), remedy="Choose another output")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError("the folder cannot be written to", where=str(folder), remedy="Permit writing, or choose another output")
 
 
 def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any) -> Arguments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -82,7 +83,7 @@ def compare(results: Sequence[Named]) -> Comparison:
     found: list[Difference] = []
     shared: list[Shared] = []
     for other in others:
-        before, after = _by_label(first), _by_label(other)
+        before, after = ({label: part for label, part in by_label(result).items() if part.items} for result in (first, other))
         count = len(found)
         for label in [label for label in before if label in after]:
             pairs = shared_items(before[label], after[label], (first.name, other.name))
@@ -101,11 +102,10 @@ def labels(tasks: Sequence[TaskScores]) -> list[str]:
     return [with_settings(part.task, part.sampler, samplers[part.task]) for part in tasks]
 
 
-def _by_label(result: Named) -> dict[str, TaskScores]:
+def by_label(result: Named) -> dict[str, TaskScores]:
+    """The parts of a result by their `labels`. Raises DataError for one that is there twice."""
     found: dict[str, TaskScores] = {}
     for label, part in zip(labels(result.content.tasks), result.content.tasks, strict=True):
-        if not part.items:
-            continue
         if label in found:
             raise DataError(f"the task {label} is there twice", where=result.name, remedy="Give a file that `unmask evaluate` wrote")
         found[label] = part
@@ -135,7 +135,7 @@ def _shared(label: str, other: str, before: TaskScores, after: TaskScores, pairs
 def differences_of(task: str, other: str, before: TaskScores, pairs: Sequence[tuple[Item, Item]]) -> Iterator[Difference]:
     """The difference in each metric of pairs of items, from `before` to the result named `other`; not yet corrected for their number."""
     for metric in dict.fromkeys(name for one, _ in pairs for name in one.scores):
-        scored = [(one, two) for one, two in pairs if metric in one.scores and metric in two.scores]
+        scored = [(one, two) for one, two in pairs if all(math.isfinite(item.scores.get(metric, math.nan)) for item in (one, two))]
         if not scored:
             continue
         groups = [one.group for one, _ in scored]

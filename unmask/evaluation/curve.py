@@ -14,7 +14,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.evaluation.result_file import Metric, TaskScores
-from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interval
+from unmask.evaluation.statistics import Interval, group_bootstrap, group_bootstrap_mean
 
 SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
 """The settings of a sampler that trade quality for speed."""
@@ -30,23 +30,27 @@ def curve_samplers(sampler: SamplerConfig, curve: str) -> list[SamplerConfig]:
     """The sampler at each point of a curve such as "steps=8,16,32".
 
     Raises:
-        ConfigError: the text is no such curve, its setting is not among SETTINGS, or a value does not fit the rest of the sampler.
+        ConfigError: the text is no such curve, its setting is not among SETTINGS or is set besides, or a value does not fit the rest of
+            the sampler.
     """
     name, _, text = curve.partition("=")
     values = [value.strip() for value in text.split(",")]
     if name not in SETTINGS:
         raise ConfigError(f"{name!r} is no setting of speed", where="curve", remedy=did_you_mean(name, SETTINGS))
-    if len(set(values)) < max(2, len(values)) or not all(values):
+    if name in sampler.model_fields_set:
+        raise ConfigError("contradicts the curve, which sets it at each point", where=name, remedy="Leave one of them out")
+    points = [SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")}) for value in values if value]
+    if len({getattr(point, name) for point in points}) < max(2, len(values)):
         remedy = "Give two different values or more, as steps=8,16,32"
         raise ConfigError(f"{text!r} are not the points of a curve", where="curve", remedy=remedy)
-    return [SamplerConfig(**{**sampler.model_dump(exclude_unset=True), name: parse_yaml(value, "curve")}) for value in values]
+    return points
 
 
 def with_speed(scores: TaskScores) -> TaskScores:
     """The scores with two more metrics: forward passes per item, which are a score of each item too, and tokens per forward pass (of all
     items together)."""
     groups = [item.group for item in scores.items]
-    passes = mean_interval([float(item.passes) for item in scores.items], groups)
+    passes = group_bootstrap_mean([item.passes for item in scores.items], groups)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
     parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
     speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)

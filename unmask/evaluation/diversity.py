@@ -17,7 +17,7 @@ from unmask.data.encoding import Prompt, encode_completion, encode_prompt
 from unmask.data.special_tokens import encode_texts
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.likelihood import log_likelihood
-from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interval
+from unmask.evaluation.statistics import Interval, group_bootstrap, group_bootstrap_mean, mean_interval
 from unmask.models.diffusion_lm import DiffusionLM
 
 ORDERS = (1, 2, 3)
@@ -33,7 +33,7 @@ def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], grou
     Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
     (2024), which shows why generative perplexity needs it.
     """
-    return mean_interval([_entropy(Counter(ids)) for ids in encode_texts(tokenizer, texts)], groups)
+    return group_bootstrap_mean([_entropy(Counter(ids)) for ids in encode_texts(tokenizer, texts)], groups)
 
 
 def _entropy(counts: Counter[int]) -> float:

@@ -78,7 +78,7 @@ class Documents:
         if log is not None:
             found = log.gather(LIKELIHOOD)
         items = [found[name] for name in self.by_id]
-        values_N2 = np.array([(-item.details["log_likelihood"], item.details["tokens"]) for item in items])
+        values_N2 = np.array([(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items])
         interval = group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [item.id for item in items])
         more = {"standard_error": self._standard_error(items), "higher_is_better": False}
         metric = as_metric(NATS_PER_TOKEN, interval).model_copy(update=more)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pydantic
 from unmask.artifacts import MetricsLog
 from unmask.errors import DataError
 from unmask.evaluation.result_file import Item
+
+OF_PROCESS = re.compile(r"\.items(\.\d+)?\.jsonl")
+"""The name of a log after that of the output."""
 
 
 class ItemLog:
@@ -53,7 +57,7 @@ class ItemLog:
     def add(self, task: str, items: Sequence[Item]) -> None:
         """Keep items that have finished. When this returns they are on the disk."""
         for item in items:
-            self.own.write({"task": task, "item": item.model_dump(mode="json")})
+            self.own.write({"task": task, "item": json.loads(item.model_dump_json())})
         with self.own.path.open("rb") as file:
             os.fsync(file.fileno())
 
@@ -70,7 +74,8 @@ class ItemLog:
             path.unlink(missing_ok=True)
 
     def _paths(self) -> list[Path]:
-        return sorted(self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl"))
+        found = self.output.parent.glob(f"{glob.escape(self.output.name)}.items*.jsonl")
+        return sorted(path for path in found if OF_PROCESS.fullmatch(path.name.removeprefix(self.output.name)))
 
     def _read(self) -> dict[str, dict[str, Item]]:
         found: dict[str, dict[str, Item]] = {}

@@ -10,22 +10,24 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field, model_validator
 
 from unmask.artifacts import read_file, write_atomic
 from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval
 
 FORMAT: Literal[1] = 1
-WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "seconds", "tokens", "passes"}
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+WITH_UNITS = {"AUP", "perplexity", "nats", "bits", "entropy", "loss", "nll", "log", "loglikelihood", "seconds", "tokens", "passes"}
 """Words in the names of metrics that are no fractions, even if their values are from 0 to 1."""
 
 
 class _Part(pydantic.BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    # JSON has no infinite numbers and no NaN: they are written as strings, and read again.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", use_attribute_docstrings=True)
 
 
 class Metric(_Part):
@@ -62,6 +64,12 @@ class Trace(_Part):
     tokens: list[str]
     steps: list[int]
 
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if len(self.tokens) != len(self.steps):
+            raise ValueError(f"{len(self.tokens)} tokens with {len(self.steps)} steps")
+        return self
+
 
 class Item(_Part):
     """One problem: its prompt, its completions and their scores."""
@@ -76,11 +84,11 @@ class Item(_Part):
     prompt: Any = None
     """A text, or messages."""
     completions: list[str] = []
-    tokens: int = 0
+    tokens: Count = 0
     """Produced, over all completions."""
-    steps: int = 0
+    steps: Count = 0
     """Denoising steps, over all completions."""
-    passes: int = 0
+    passes: Count = 0
     """Forward passes, over all completions."""
     traces: list[Trace] = []
     """One for each completion, if they were recorded."""
@@ -141,14 +149,24 @@ def with_settings(name: str, sampler: Mapping[str, Any], among: Sequence[Mapping
     return ", ".join([name, *(given or ([f"{', '.join(varied)} unset"] if varied else []))])
 
 
+def _finite(text: str) -> float:
+    """A number of a file. Raises DataError for NaN and infinity, which no file holds that Unmask wrote."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise DataError(f"{text:.20} is no finite number", remedy="Give a file that `unmask evaluate --output FILE` wrote.")
+    return number
+
+
 def read_result(path: str | Path) -> EvaluationResult:
     """Read a result file. Raises a DataError if it is missing, cut, of another format, or no result."""
     remedy = "Give a file that `unmask evaluate --output FILE` wrote."
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(read_file(path), parse_constant=_finite, parse_float=_finite)
     except OSError as error:
         raise DataError(f"cannot be read ({error.strerror})", where=str(path), remedy=remedy) from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except DataError as error:
+        raise error.moved(str(path)) from error
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an endless number, lists in lists without end
         raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
     version = content.get("format") if isinstance(content, dict) else None
     if version != FORMAT:

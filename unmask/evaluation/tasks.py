@@ -13,7 +13,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from unmask.config.run import SamplerConfig
-from unmask.data.encoding import is_ids
+from unmask.data.encoding import Prompt, is_ids
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
@@ -194,7 +194,7 @@ def _text_scores(
     pairs = [(text, row) for row, item in verified for text in item.completions]
     written = GeneratedTexts(
         texts=[text for text, _ in pairs],
-        prompts=[row["prompt"] for _, row in pairs],
+        prompts=[_without_ids(lm, row["prompt"]) for _, row in pairs],
         references=[row[task.reference] for _, row in pairs] if task.reference else None,
         groups=[row["group"] for _, row in pairs],
         tokenizer=lm.tokenizer,
@@ -212,6 +212,11 @@ class _Problem(NamedTuple):
     """Its token ids."""
     number: int
     """Among rows of the same prompt."""
+
+
+def _without_ids(lm: DiffusionLM, prompt: Prompt) -> Prompt:
+    """A prompt for another tokenizer: text in place of the token ids of a protocol."""
+    return lm.tokenizer.decode(prompt, skip_special_tokens=True) if is_ids(prompt) else prompt
 
 
 def _items(
@@ -250,11 +255,11 @@ def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Probl
 
 
 def item_ids(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The identity of each problem, whatever stands before it in its prompt. Equal problems are numbered."""
+    """The identity of each problem, whatever the style of its prompt and what stands before it. Equal problems are numbered."""
     seen: Counter[str] = Counter()
     ids = []
     for row in rows:
-        problem = {name: value for name, value in row.items() if name != "prompt" or len(row) == 1}
+        problem = {name: value for name, value in row.items() if name not in ("prompt", "completion")} or dict(row)
         digest = hashlib.sha256(json.dumps(problem, sort_keys=True, default=str).encode()).hexdigest()[:16]
         ids.append(f"{digest}-{seen[digest]}" if seen[digest] else digest)
         seen[digest] += 1
@@ -287,7 +292,7 @@ def _answer(
     items = []
     for n, problem in enumerate(problems):
         own = slice(n * attempts, (n + 1) * attempts)
-        items.append(_item(lm, problem, made, own, verdicts[own], pass_at if attempts > 1 else (), traced=sampler.trace))
+        items.append(_item(lm, problem, made, own, verdicts[own], pass_at, traced=sampler.trace))
     return items
 
 

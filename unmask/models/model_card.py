@@ -166,7 +166,9 @@ def _retention(differences: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for each in differences:
         spec = ".1%" if each["fraction"] else ".4g"
-        change = f"{each['after'] - each['before']:+{spec}} [{each['low']:+{spec}}, {each['high']:+{spec}}]"
+        change = f"{each['after'] - each['before']:+{spec}}"
+        if each["low"] is not None:
+            change += f" [{each['low']:+{spec}}, {each['high']:+{spec}}]"
         values = (f"{each['before']:{spec}}", f"{each['after']:{spec}}", change, _cell(each["items"]))
         rows.append([f"{each['task']}: {each['metric']}", *values])
     return _table(("", "before", "after", "difference", "items"), rows)

@@ -12,9 +12,9 @@ from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from unmask import SamplerConfig
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.harness import evaluate_with_harness
+from unmask.evaluation.harness import HarnessLM, evaluate_with_harness
 from unmask.evaluation.harness.answers import LogLikelihood, Text
-from unmask.evaluation.result_file import TaskScores
+from unmask.evaluation.result_file import EvaluationResult, TaskScores, read_result
 
 DOCUMENTS = [
     {"q": "ab" * (number % 3) + "b" * (number % 4), "choices": ["ab", "bba"], "gold": number % 2, "number": number} for number in range(12)
@@ -85,6 +85,18 @@ def test_too_few_samples_tell_no_error(folder):
     (scores,) = evaluate_with_harness(toy.toy(), ["choices"], include_path=folder, samples=3, limit=2)
     assert scores.metrics["acc"].standard_error is None
     assert scores.items[0].details["log_likelihoods"][0]["standard_error"] is None
+
+
+@pytest.mark.parametrize(("lowest", "mean"), [(-900.0, math.exp((900 + 11) / 12)), (-math.inf, math.inf)])
+def test_a_perplexity_that_no_float_holds_is_infinite(lowest, mean, folder, tmp_path, monkeypatch):
+    """Of an item, or of all of them. The result is read as it was written."""
+    monkeypatch.setattr(HarnessLM, "_rolling", lambda self, text, samples: LogLikelihood(lowest if text == "ab" else -1.0))
+    scores = evaluate_with_harness(toy.toy(), ["rolling"], include_path=folder)
+    EvaluationResult(model={}, arguments={}, tasks=scores).write(tmp_path / "result.json")
+    (read,) = read_result(tmp_path / "result.json").tasks
+    assert read.metrics == scores[0].metrics and [item.scores for item in read.items] == [item.scores for item in scores[0].items]
+    assert read.items[0].scores["word_perplexity"] == math.inf and read.items[1].scores["word_perplexity"] == pytest.approx(math.e)
+    assert read.metrics["word_perplexity"].mean == pytest.approx(mean)
 
 
 def test_groups_of_tasks_have_scores(folder):

@@ -47,7 +47,7 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
                 higher_is_better=bool(results["higher_is_better"][name].get(metric, True)),
             )
             for sample in found:
-                scores.setdefault(sample["doc_id"], {})[title] = float(aggregate([sample[metric]]))
+                scores.setdefault(sample["doc_id"], {})[title] = _value(aggregate, [sample[metric]])
     first = next(iter(by_filter.values()))
     repeats = results["configs"][name].get("repeats") or 1
     items = [_item(sample, scores.get(sample["doc_id"], {}), repeats) for sample in first]
@@ -69,6 +69,14 @@ def _aggregate(task: Any, metric: str) -> Aggregate:
     return found
 
 
+def _value(aggregate: Aggregate, values: list[Any]) -> float:
+    """The metric of some values; infinite where it is too large for a float, as the perplexity of a text that is nearly impossible."""
+    try:
+        return float(aggregate(values))
+    except OverflowError:
+        return math.inf
+
+
 def _group(sample: Sample) -> str:
     """Equal documents are not independent."""
     return str(sample["doc_hash"])[:16]
@@ -83,11 +91,11 @@ def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tup
         return None, None
 
     def of_means(mean_C: np.ndarray) -> float:
-        return float(aggregate([mean_C[0] if len(mean_C) == 1 else tuple(mean_C)]))
+        return _value(aggregate, [mean_C[0] if len(mean_C) == 1 else tuple(mean_C)])
 
     with np.errstate(all="ignore"):
         try:
-            by_means, whole = of_means(values_NC.mean(0)), float(aggregate(list(values)))
+            by_means, whole = of_means(values_NC.mean(0)), _value(aggregate, list(values))
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # one that refuses a mean is no function of it
             return None, None
         if not math.isclose(by_means, whole, rel_tol=1e-9, abs_tol=1e-12):
@@ -132,8 +140,8 @@ def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None
             for name in sample["metrics"]:
                 values[name].append(scored[name])
         for name in names:
-            drawn[name].append(float(_aggregate(task, name)(values[name])))
-    return {name: float(np.std(numbers, ddof=1)) for name, numbers in drawn.items()}
+            drawn[name].append(_value(_aggregate(task, name), values[name]))
+    return {name: float(np.std(numbers, ddof=1)) if np.isfinite(numbers).all() else None for name, numbers in drawn.items()}
 
 
 def _differences(response: Any) -> tuple[float, ...]:

@@ -122,7 +122,7 @@ class Figures:
         return Cell(text="", detail=f"[{', '.join('∞' if end is None else self.text(end, '') for end in ends)}]")
 
     def drawn(self, value: Metric, color: int) -> Cell:
-        if value.low is None and value.high is None:
+        if (value.low is None and value.high is None) or not math.isfinite(value.mean):
             return Cell(text="")
         ends = (self.low if value.low is None else value.low, value.mean, self.high if value.high is None else value.high)
         low, mean, high = ((end - self.low) / (self.high - self.low) for end in ends)
