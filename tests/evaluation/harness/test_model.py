@@ -79,8 +79,9 @@ def test_a_causal_model_scores_as_lm_evals_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_causal_model_scores_as_lm_evals_own_on_200_items(tmp_path):
-    check_equals_hf(tmp_path, 200)
+@pytest.mark.parametrize("items", [40, pytest.param(200, marks=pytest.mark.nightly)])
+def test_a_causal_model_scores_as_lm_evals_own_on_many_items(items, tmp_path):
+    check_equals_hf(tmp_path, items)
 
 
 @pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"])

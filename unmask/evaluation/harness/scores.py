@@ -40,7 +40,7 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
             values = [sample[metric] for sample in found]
             low, high = _interval(aggregate, values, [_group(sample) for sample in found])
             metrics[title] = Metric(
-                mean=float(aggregate(values)),  # lm-eval's own has the last bits of the order in which processes answered
+                mean=_value(aggregate, values),  # lm-eval's own has the last bits of the order in which processes answered
                 low=low,
                 high=high,
                 standard_error=errors.get(metric),
