@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -16,6 +17,35 @@ from unmask.generation.constraints.vocabulary import Vocabulary
 
 MAX_CELLS = 2**25
 """Entries of the tables that a constraint may have, states times classes: 128 MB."""
+
+
+class EdgeTable:
+    """The edges of an automaton, by source and class, and how to group them.
+
+    Attributes:
+        source_E, class_E, target_E: of every edge that is not dead.
+        first_S: the first edge of every state, and the number of edges.
+        by_pair_E, pair_start_P: the edges by (source, target), and the first of each pair.
+        pair_source_P, pair_target_P: of every pair, by source.
+        source_with_pairs, source_start: the states that have any, and the first pair of each.
+        by_target_P, target_with_pairs, target_start: the pairs by target, the targets, and the first pair of each in this order.
+        by_class_E, class_with_edges, class_start: the same for edges by class.
+    """
+
+    def __init__(self, next_SC: np.ndarray):
+        dead = len(next_SC) - 1
+        self.source_E, self.class_E = np.nonzero(next_SC != dead)
+        self.target_E = next_SC[self.source_E, self.class_E].astype(np.int64)
+        self.first_S = np.searchsorted(self.source_E, np.arange(len(next_SC) + 1))
+        self.by_pair_E = np.lexsort((self.target_E, self.source_E))
+        pair_E = (self.source_E * len(next_SC) + self.target_E)[self.by_pair_E]
+        pairs, self.pair_start_P = np.unique(pair_E, return_index=True)
+        self.pair_source_P, self.pair_target_P = pairs // len(next_SC), pairs % len(next_SC)
+        self.source_with_pairs, self.source_start = np.unique(self.pair_source_P, return_index=True)
+        self.by_target_P = np.argsort(self.pair_target_P, kind="stable")
+        self.target_with_pairs, self.target_start = np.unique(self.pair_target_P[self.by_target_P], return_index=True)
+        self.by_class_E = np.argsort(self.class_E, kind="stable")
+        self.class_with_edges, self.class_start = np.unique(self.class_E[self.by_class_E], return_index=True)
 
 
 @dataclass(eq=False)
@@ -39,6 +69,11 @@ class TokenAutomaton:
     def dead(self) -> int:
         """The state from which nothing is accepted."""
         return len(self.next_SC) - 1
+
+    @cached_property
+    def edge_table(self) -> EdgeTable:
+        """Its edges."""
+        return EdgeTable(self.next_SC)
 
     @property
     def nbytes(self) -> int:
