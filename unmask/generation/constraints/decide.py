@@ -81,20 +81,20 @@ def decide_given(
     adjusted_NV = penalise_and_ban(logits_NV, config, present_NV)
     temperature = config.temperature or 1.0
     scaled_NV = adjusted_NV if temperature == 1 else adjusted_NV / temperature
-    ratio_NV, drawn_from_NV = torch.zeros_like(logits_NV), adjusted_NV.clone()
+    filtered = config.top_k > 0 or config.top_p < 1
+    needs_drawn_from = config.trace or config.filtered_confidence or filtered
+    given_NV, drawn_from_NV = logits_NV.clone(), adjusted_NV.clone() if needs_drawn_from else adjusted_NV
     allowed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
     left_N = torch.zeros(len(logits_NV), dtype=torch.float64, device=logits_NV.device)
-    filtered = config.top_k > 0 or config.top_p < 1
     uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
     for window in windows:
         row_N, class_V = window.row_N, window.class_V
         raw = window.paths(window.log_probs(logits_NV))
-        ratio_NV[row_N] = _by_token(window, raw.log_ratios(), class_V, logits_NV)
+        ratio_NV = _by_token(window, raw.log_ratios(), class_V, logits_NV)
+        given_NV[row_N] += ratio_NV
         drawn = raw if scaled_NV is logits_NV else window.paths(window.log_probs(scaled_NV))
-        if config.trace or config.filtered_confidence or filtered:
-            drawn_from_NV[row_N] += temperature * (
-                ratio_NV[row_N] if drawn is raw else _by_token(window, drawn.log_ratios(), class_V, logits_NV)
-            )
+        if needs_drawn_from:
+            drawn_from_NV[row_N] += temperature * (ratio_NV if drawn is raw else _by_token(window, drawn.log_ratios(), class_V, logits_NV))
         keep_NV = torch.ones_like(allowed_NV[row_N])
         if config.temperature == 0:
             class_N = _best_classes(window, adjusted_NV, class_V)
@@ -108,7 +108,7 @@ def decide_given(
         inside_NV = of_class_NV & keep_NV
         allowed_NV[row_N] = torch.where(inside_NV.any(1, keepdim=True), inside_NV, of_class_NV)
     token_N = _tokens(adjusted_NV.masked_fill(~allowed_NV, -torch.inf), left_N, config.temperature)
-    decision = decide(logits_NV + ratio_NV, config, key_N, step_N, position_N, present_NV, Given(drawn_from_NV, token_N))
+    decision = decide(given_NV, config, key_N, step_N, position_N, present_NV, Given(drawn_from_NV, token_N))
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser(logits_NV)
     return decision._replace(log_prob_N=log_prob_N)
 

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from unmask.generation.constraints.automaton import TokenAutomaton
+from unmask.generation.policies import CPU_LOGITS_AT_ONCE
 
 
 def class_log_probs(logits_WV: Tensor, class_V: Tensor, count: int) -> np.ndarray:
     """The log-probability [W, C] of each class of tokens."""
+    rows = max(1, CPU_LOGITS_AT_ONCE // len(class_V)) if logits_WV.device.type == "cpu" else max(1, len(logits_WV))
+    if len(logits_WV) > rows:
+        return np.concatenate([class_log_probs(part_WV, class_V, count) for part_WV in logits_WV.split(rows)])
     class_WV = class_V.expand_as(logits_WV)
     largest_WC = logits_WV.new_full((len(logits_WV), count), -torch.inf).scatter_reduce(1, class_WV, logits_WV, "amax")
     offset_WC = largest_WC.masked_fill(largest_WC == -torch.inf, 0.0)
