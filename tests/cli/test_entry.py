@@ -19,6 +19,7 @@ import unmask
 from tests.helpers import REPOSITORY, work_unit
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
+from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
@@ -47,7 +48,7 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
     """The calls to `run_verb`."""
     calls: list[tuple[str, RunConfig, bool]] = []
-    replace(monkeypatch, "unmask.commands.run", run_verb=lambda verb, config, resume: calls.append((verb, config, resume)))
+    replace(monkeypatch, "unmask.commands.run", run_verb=lambda verb, config, resume, _: calls.append((verb, config, resume)))
     return calls
 
 
@@ -214,7 +215,7 @@ def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(verb: str, config: RunConfig, resume: bool) -> None:
+    def refuse(*_: object) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
 
     replace(monkeypatch, "unmask.commands.run", run_verb=refuse)
@@ -230,7 +231,7 @@ def test_debug_lets_the_traceback_through(debug: dict[str, Any]) -> None:
 
 
 def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupt(verb: str, config: RunConfig, resume: bool) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     replace(monkeypatch, "unmask.commands.run", run_verb=interrupt)
@@ -277,7 +278,7 @@ COMMON = {
 SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
     SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
-    SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
+    SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
@@ -305,11 +306,43 @@ def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
     args = []
     for field in config.model_fields_set - {"path"}:
         name, value = renamed.get(field, field.replace("_", "-")), getattr(config, field)
+        if isinstance(value, ConstraintConfig):
+            name, value = f"{name}-{value.kind.replace('_', '-')}", getattr(value, value.kind)
         values = value if isinstance(value, list) else [value]
         args += (
             [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [x for v in values for x in (f"--{name}", str(v))]
         )
     return args
+
+
+@pytest.mark.parametrize(
+    "option, value, constraint",
+    [
+        ("--constraint-regex", "a+", {"regex": "a+"}),
+        ("--constraint-json-schema", '{"type": "null"}', {"json_schema": '{"type": "null"}'}),
+        ("--constraint-json-schema", "FILE", {"json_schema": '{"type": "integer"}'}),
+        ("--constraint-json", None, {"json": True}),
+    ],
+)
+def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, option: str, value: str | None, constraint: dict) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "integer"}')
+    given = [] if value is None else [value.replace("FILE", str(tmp_path / "schema.json"))]
+    result = run("generate", "m", "--prompt", "a", option, *given)
+    assert result.exit_code == 0, result.output
+    assert model["sampler"] == SamplerConfig(constraint=constraint)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        (["--constraint-json", "--constraint-regex", "a"], "constraint.json: regex and json contradict one another"),
+        (["--constraint-json-schema", "absent.json"], "neither a JSON object nor a file"),
+        (["--constraint-json-schema", "{"], "is not JSON"),
+    ],
+)
+def test_generate_refuses_a_constraint_that_is_not_one(model: dict[str, Any], args: list[str], message: str) -> None:
+    result = run("generate", "m", "--prompt", "a", *args)
+    assert result.exit_code == 2 and message in result.stderr and "sampler" not in model
 
 
 def test_generate_has_the_defaults_of_the_configs(model: dict[str, Any]) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import inspect as introspection
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from unmask.config.base import Config
+from unmask.errors import ConfigError
+
+TEXTS = {"json_schema"}
+"""Fields that hold an object; their options take its JSON text, or a file that holds it."""
 
 
 def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
@@ -20,7 +25,7 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
     configs = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
     signature = introspection.signature(command)
     others = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name not in configs]
-    spread = {name: {_option_name(name, field): field for field in config.model_fields} for name, config in configs.items()}
+    spread = {name: dict(_options(name, config)) for name, config in configs.items()}
 
     @functools.wraps(command)
     def wrapper(invocation: typer.Context, **values: Any) -> None:
@@ -28,18 +33,47 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
         for name, fields in spread.items():
             own = {option: values.pop(option) for option in fields}
             by_default = {option for option in own if getattr(invocation.get_parameter_source(option), "name", "") == "DEFAULT"}
-            given = {fields[option]: value for option, value in own.items() if option not in by_default}
+            given: dict[str, Any] = {}
+            for option in own.keys() - by_default:
+                *section, field = fields[option]
+                inside = given.setdefault(section[0], {}) if section else given
+                inside[field] = _text_of(own[option]) if field in TEXTS else own[option]
             built[name] = configs[name](**given)
         command(**built, **values)
 
     invocation = introspection.Parameter("invocation", introspection.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [
         invocation,
-        *(_parameter(option, configs[name], field) for name, fields in spread.items() for option, field in fields.items()),
+        *(_parameter(option, configs[name], path) for name, fields in spread.items() for option, path in fields.items()),
     ]
     wrapper.__signature__ = signature.replace(parameters=[*others, *parameters])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {p.name: p.annotation for p in (*others, *parameters)}
     return wrapper
+
+
+def _options(section: str, config: type[Config]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each option, and the path of its field in the config. The fields of a config inside it follow its name: `--constraint-regex`."""
+    for name, field in config.model_fields.items():
+        inner = _inner_config(field.annotation)
+        if inner is None:
+            yield _option_name(section, name), (name,)
+        else:
+            yield from ((f"{name}_{each}", (name, each)) for each in inner.model_fields)
+
+
+def _inner_config(annotation: Any) -> type[Config] | None:
+    kinds = (annotation, *typing.get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
+
+
+def _text_of(value: str) -> str:
+    """A JSON object as it is, or the text of the file that a path names. Raises ConfigError for a file that cannot be read."""
+    if value.lstrip().startswith("{"):
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"is neither a JSON object nor a file: {error}", where=value, remedy="Give one of them") from None
 
 
 def _option_name(section: str, field: str) -> str:
@@ -47,8 +81,11 @@ def _option_name(section: str, field: str) -> str:
     return {("model", "path"): "model", ("model", "block_size"): "attention_block_size"}.get((section, field), field)
 
 
-def _parameter(option: str, config: type[Config], field_name: str) -> introspection.Parameter:
-    field = config.model_fields[field_name]
+def _parameter(option: str, config: type[Config], path: tuple[str, ...]) -> introspection.Parameter:
+    for section in path[:-1]:
+        config = _inner_config(config.model_fields[section].annotation) or config
+    field = config.model_fields[path[-1]]
+    annotation = str | None if path[-1] in TEXTS else field.annotation
     text = " ".join((field.description or "").split())
     if field.is_required():
         info: Any = typer.Argument(help=text, show_default=False)
@@ -62,7 +99,7 @@ def _parameter(option: str, config: type[Config], field_name: str) -> introspect
         rich_help_panel=(config.__doc__ or " ").splitlines()[0].rstrip("."),
     )
     return introspection.Parameter(
-        option, introspection.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, info]
+        option, introspection.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[annotation, info]
     )
 
 

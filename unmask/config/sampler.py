@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from unmask.config.base import Config, OnResume
+from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError
 
 
@@ -74,6 +75,8 @@ class SamplerConfig(Config):
     """The only token ids that may be produced; unset: all."""
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
     """Token ids that are not produced. The mask token never is."""
+    constraint: ConstraintConfig | None = None
+    """What the completion, or each gap of a text to fill, has to match (`choice`, `regex`, `json_schema` or `json`)."""
     stop_at_eos: bool = True
     """Whether a completion ends with the first of the model's end tokens (`DiffusionLM.eos_token_ids`)."""
     cache: Literal["exact", "prefix", "dual"] = "exact"
@@ -124,6 +127,8 @@ class SamplerConfig(Config):
         if self.drafts and (self.remask or self.guidance):
             what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
             raise ConfigError(what, where="drafts", remedy="Leave one of them out")
+        if self.drafts and self.constraint is not None:
+            raise ConfigError("cannot be combined with a constraint", where="drafts", remedy="Leave one of them out")
         if self.early_commit is not None and self.remask:
             what = "cannot be combined with remask, which hides revealed tokens again"
             raise ConfigError(what, where="early_commit", remedy="Leave one of them out")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
+from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, make_requests
@@ -48,11 +49,14 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
             present_1V[0, [token for token, is_hidden in zip(ids, hidden, strict=True) if not is_hidden]] = True
             key, number = torch.tensor([request.key], device=lm.device), torch.tensor([passes], device=lm.device)
-            decisions = {
-                position: decide(logits_TV[position][None], config, key, number, torch.tensor([position], device=lm.device), present_1V)
-                for position in range(start, stop)
-                if hidden[position]
-            }
+            if request.gaps:
+                decisions = _decide_given(lm, request, ids, hidden, (start, stop), logits_TV, present_1V, passes, config)
+            else:
+                decisions = {
+                    position: decide(logits_TV[position][None], config, key, number, torch.tensor([position], device=lm.device), present_1V)
+                    for position in range(start, stop)
+                    if hidden[position]
+                }
             order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
             num_remasked = count_remasked(counts, step, config.remask)
             num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked
@@ -86,6 +90,28 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
         unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
         logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
     return logits_TV
+
+
+def _decide_given(
+    lm: DiffusionLM,
+    request: Request,
+    ids: list[int],
+    hidden: list[bool],
+    block: tuple[int, int],
+    logits_TV: Tensor,
+    present_1V: Tensor,
+    step: int,
+    config: SamplerConfig,
+) -> dict[int, Decision]:
+    """The decision at every hidden position of the block, given the request's constraint."""
+    positions = [position for position in range(*block) if hidden[position]]
+    position_N = torch.tensor(positions, device=lm.device)
+    key_N, step_N = torch.full_like(position_N, request.key), torch.full_like(position_N, step)
+    windows = windows_of(request.gaps, block, ids, hidden)
+    present_NV = present_1V.expand(len(positions), -1)
+    decision = decide_given(logits_TV[position_N], config, key_N, step_N, position_N, present_NV, windows)
+    parts = {name: values_N for name, values_N in decision._asdict().items() if values_N is not None}
+    return {position: Decision(**{name: each[[n]] for name, each in parts.items()}) for n, position in enumerate(positions)}
 
 
 def _num_accepted(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:

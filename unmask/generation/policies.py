@@ -33,8 +33,21 @@ class Decision(NamedTuple):
     margin_N: Tensor | None = None  # between the model's two highest probabilities; if the policy or an early commit needs it
 
 
+class Given(NamedTuple):
+    """Tokens that were drawn together with those of other positions."""
+
+    logits_NV: Tensor  # of the distribution that each is drawn from, before temperature, top_k and top_p
+    token_N: Tensor
+
+
 def decide(
-    logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
+    logits_NV: Tensor,
+    config: SamplerConfig,
+    key_N: Tensor,
+    step_N: Tensor,
+    position_N: Tensor,
+    present_NV: Tensor | None = None,
+    given: Given | None = None,
 ) -> Decision:
     """Draw a token for each position and rank it. All randomness is keyed by (seed, key, step, position). Raises GenerationError for NaN.
 
@@ -42,6 +55,7 @@ def decide(
         logits_NV: aligned logits at hidden positions.
         key_N, step_N, position_N: the sequence's key and denoising steps so far, and the position in it.
         present_NV: the tokens that occur in each row's sequence, for a repetition penalty.
+        given: the tokens, if they are drawn already.
     """
     rows, vocabulary = logits_NV.shape
     rows_at_once = max(1, (CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE) // vocabulary)
@@ -53,15 +67,19 @@ def decide(
     for first in range(0, max(rows, 1), rows_at_once):
         chunk = slice(first, first + rows_at_once)
         present = None if present_NV is None else present_NV[chunk]
-        chunks.append(_decide(logits_NV[chunk], config, {stream: uniform_N[chunk] for stream, uniform_N in uniforms.items()}, present))
+        drawn = None if given is None else Given(given.logits_NV[chunk], given.token_N[chunk])
+        uniforms_N = {stream: uniform_N[chunk] for stream, uniform_N in uniforms.items()}
+        chunks.append(_decide(logits_NV[chunk], config, uniforms_N, present, drawn))
     if len(chunks) == 1:
         return chunks[0]
     return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*chunks, strict=True)))  # type: ignore[arg-type]
 
 
-def _decide(logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
+def _decide(
+    logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None, given: Given | None
+) -> Decision:
     largest_N1 = logits_NV.amax(-1, keepdim=True)
-    weight_NV = _weights(logits_NV, largest_N1)
+    weight_NV = weights(logits_NV, largest_N1)
     total_N = weight_NV.sum(-1)
     normaliser_N = largest_N1.squeeze(1) + total_N.log()
     if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
@@ -73,7 +91,13 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Ten
     if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, uniforms, present_NV)
+    if given is None:
+        token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, uniforms, present_NV)
+    else:
+        token_N = given.token_N
+        if config.trace or config.filtered_confidence:
+            weight_NV = weights(given.logits_NV, given.logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
+            weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
@@ -114,12 +138,18 @@ def _draw_tokens(
     if config.temperature == 0 and not config.filtered_confidence:
         return best(logits_NV), weight_NV
     if adjusted or config.temperature not in (0, 1):
-        weight_NV = _weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
+        weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
     return best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN]), weight_NV
 
 
-def _weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
+def normaliser(logits_NV: Tensor) -> Tensor:
+    """The log of the sum of the exponentials of each row."""
+    largest_N1 = logits_NV.amax(-1, keepdim=True)
+    return largest_N1.squeeze(1) + weights(logits_NV, largest_N1).sum(-1).log()
+
+
+def weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
     """Probabilities relative to that of each row's largest logit."""
     below_NV = logits_NV - largest_N1
     return (below_NV if temperature == 1 else below_NV.div_(temperature)).exp_()

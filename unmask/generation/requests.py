@@ -18,6 +18,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
+from unmask.generation.constraints.gaps import Gap, constrained_gaps
 from unmask.models.diffusion_lm import DiffusionLM
 
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
@@ -35,6 +36,7 @@ class Request:
     blocks: list[tuple[int, int]]  # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
     counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
     stop_at_eos: bool  # whether decoding stops with the block that produces an end token
+    gaps: tuple[Gap, ...] = ()  # what has to meet a constraint
 
     @property
     def length(self) -> int:
@@ -64,7 +66,8 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
         counts = step_counts([last - first for first, last in blocks], config, key)
-        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos))
+        gaps = constrained_gaps(lm, hidden, config, where, completion=True)
+        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps))
     return requests
 
 
@@ -84,7 +87,8 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
-        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False))
+        gaps = constrained_gaps(lm, hidden, config, where, completion=False)
+        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps))
     return requests
 
 

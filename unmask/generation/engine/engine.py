@@ -76,7 +76,7 @@ class Engine:
             GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
         """
         check_settings(self.lm, config)
-        if (request.counts is None) != config.parallel:
+        if (request.counts is None) != config.parallel or bool(request.gaps) != (config.constraint is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)

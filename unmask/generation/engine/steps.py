@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
+from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.slots import Draft, Slots, as_columns
 from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, num_accepted
@@ -91,13 +92,32 @@ def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predic
     """The token that would be revealed at each position, by the settings of its sequence."""
     per_sequence = [(sequence.request.key, sequence.steps_done + ahead, sequence.slots[0]) for sequence in sequences]
     key_N, step_N, slot_N = torch.tensor(per_sequence, device=predictions.member_N.device)[predictions.member_N].unbind(1)
-    parts = []
+    parts: list[tuple[Any, Decision]] = []
     for config, uses_B in _by_settings(sequences, key_N.device):
+        if config.constraint is not None:
+            members = [member for member, sequence in enumerate(sequences) if sequence.config is config]
+            parts += [_decide_given(slots, sequences[member], member, predictions, key_N, step_N) for member in members]
+            continue
         at = slice(None) if uses_B is None else uses_B[predictions.member_N].nonzero().squeeze(1)
         logits_NV = predictions.logits_NV[at]
         present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
         parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], predictions.position_N[at], present_NV)))
     return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
+
+
+def _decide_given(
+    slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, key_N: Tensor, step_N: Tensor
+) -> tuple[Tensor, Decision]:
+    """The predictions of one sequence, and its tokens given its constraint."""
+    index_J = (predictions.member_N == member).nonzero().squeeze(1)
+    slot, length, config = sequence.slots[0], sequence.request.length, sequence.config
+    ids, hidden = slots.ids_SC[slot, :length].tolist(), slots.hidden_SC[slot, :length].tolist()
+    windows = windows_of(sequence.request.gaps, sequence.span, ids, hidden)
+    logits_JV = predictions.logits_NV[index_J]
+    slot_J = torch.full_like(index_J, slot)
+    present_JV = slots.present(slot_J, logits_JV.shape[1]) if config.repetition_penalty != 1 else None
+    position_J = predictions.position_N[index_J]
+    return index_J, decide_given(logits_JV, config, key_N[index_J], step_N[index_J], position_J, present_JV, windows)
 
 
 def choose(sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:

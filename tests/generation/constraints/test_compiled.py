@@ -1,0 +1,194 @@
+"""Constraints as automata over tokens: what they accept, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
+from unmask.config.constraint import ConstraintConfig
+from unmask.errors import ConfigError, GenerationError
+from unmask.generation.constraints import byte_automaton, compiled
+from unmask.generation.constraints.compiled import compile_constraint, escape, regex_of
+from unmask.generation.constraints.vocabulary import Vocabulary
+
+pytest.importorskip("outlines_core")
+
+PATTERNS = [
+    "(ab)*c?",
+    "a{2,4}|b+",
+    "é+a?",
+    "[^a]b.",
+    "(a|b)*a(a|b){2}",
+    "",
+    r"\{[a-c]*\}",
+    "(?s:.*)",
+    "a(b|é)*|cc",
+    "a|ab|abb",
+    "a*?",
+    "(?:ab)*b",
+]
+
+
+def token_of(written: bytes) -> int:
+    return 2 + TEXT.index(written)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@settings(deadline=None, max_examples=60)
+@given(tokens=st.lists(st.integers(2, 11), max_size=5))
+def test_exactly_the_texts_that_match_are_accepted(pattern, tokens):
+    automaton = compile_constraint(ConstraintConfig(regex=pattern), SMALL)
+    try:
+        matches = re.fullmatch(pattern, text_of(tokens).decode()) is not None
+    except UnicodeDecodeError:
+        matches = False
+    assert automaton.accepts(tokens) == matches
+    for after, allowed in (([END], True), ([END, PAD, END], True), ([PAD], False), ([END, 2], False)):
+        assert automaton.accepts([*tokens, *after]) == (matches and allowed)
+
+
+def test_a_gap_holds_no_end_token():
+    automaton = compile_constraint(ConstraintConfig(regex="a+"), SMALL, ends=False)
+    assert automaton.accepts([2, 2]) and not automaton.accepts([2, END])
+
+
+def test_tokens_that_act_alike_are_one_class():
+    automaton = compile_constraint(ConstraintConfig(regex="[a-z]+[0-9]"), SMALL)
+    letters, digits, end = (automaton.class_V[token_of(text)] for text in (b"a", b"7", b"a"))
+    assert automaton.class_V[token_of(b"abb")] == letters == end and digits != letters
+    assert automaton.class_V[token_of(b"{")] == 0 and len(set(automaton.class_V)) == 5  # nothing, letters, digits, END, PAD
+
+
+def test_a_space_that_decoding_removes_may_come_first():
+    vocabulary = Vocabulary((b" a", b"a", b" "), strips_space=True)
+    automaton = compile_constraint(ConstraintConfig(regex="aa? ?a?"), vocabulary, ends=False)
+    assert automaton.accepts([0]) and automaton.accepts([1]) and automaton.accepts([0, 0]) and not automaton.accepts([2, 0])
+    inside = compile_constraint(ConstraintConfig(regex="a"), vocabulary, ends=False, at_start=False)
+    assert inside.accepts([1]) and not inside.accepts([0])
+
+
+@pytest.mark.parametrize("text", ["a.b|c", "x{2}", "^a$", "#&~-", "[]()*+?\\", "é\n\t ", '"'])
+def test_a_choice_is_its_text(text):
+    vocabulary = Vocabulary(tuple(bytes([byte]) for byte in range(256)))
+    automaton = compile_constraint(ConstraintConfig(choice=[text, "other"]), vocabulary, ends=False)
+    assert automaton.accepts(text.encode()) and automaton.accepts(b"other") and not automaton.accepts(text.encode()[:-1])
+    assert re.fullmatch(escape(text), text)
+
+
+SCHEMAS = [
+    {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", 1, None]}}, "required": ["b"], "title": "t"},
+    {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 1, "maxItems": 3},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}]},
+    {"type": "object", "additionalProperties": {"type": "number"}, "minProperties": 1},
+    {"anyOf": [{"const": "é"}, {"$ref": "#/$defs/n"}], "$defs": {"n": {"type": ["integer", "null"]}}},
+    {"type": "string", "pattern": r"^[^b]\d.\w|a$"},
+    {"type": "string", "format": "date"},
+]
+
+
+@pytest.mark.parametrize("schema", [*SCHEMAS, None], ids=str)
+def test_all_that_is_accepted_is_json(schema):
+    constraint = ConstraintConfig(json=True) if schema is None else ConstraintConfig(json_schema=schema)
+    automaton = compile_constraint(constraint, SMALL)
+    shortest = automaton.shortest(automaton.live_classes())
+    found = [json.loads(text_of(tokens)) for length in (shortest, shortest + 9) for tokens in walks(automaton, length, 20)]
+    assert len({json.dumps(one) for one in found}) > 1
+    if schema == SCHEMAS[0]:
+        assert all(one.keys() <= {"a", "b"} and one["b"] in ("x", 1, None) for one in found)
+    if schema == SCHEMAS[5]:
+        assert all(re.fullmatch(r"[^b]\d.\w|a", one) for one in found)
+
+
+@pytest.mark.parametrize(
+    "schema, where, what",
+    [
+        ({"type": "integer", "minimum": 3}, "minimum", "cannot be enforced beside type"),
+        ({"type": "object", "properties": {"x": {"type": "string", "contentEncoding": "a"}}}, "properties.x.contentEncoding", "enforced"),
+        ({"oneOf": [{"type": "null"}]}, "", "oneOf without a type cannot be enforced"),
+        ({}, "", "allows everything"),
+        ({"type": "strng"}, "type", "not a type"),
+        (
+            {"type": "array", "items": {"$ref": "#/$defs/t"}, "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},
+            "",
+            "itself",
+        ),
+        ({"$ref": "#/$defs/absent"}, "$ref", "not in this schema"),
+        ({"type": "array"}, "", "does not say what its items are"),
+        ({"type": "array", "items": True}, "items", "not a schema"),
+        ({"type": "object", "additionalProperties": {"type": "null"}, "minProperties": 2}, "minProperties", "cannot be enforced"),
+        ({"type": "object", "properties": {'a"': {"type": "null"}}}, "properties", "cannot be enforced"),
+        ({"type": "object", "properties": {}, "required": ["x"]}, "required", "not all among"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength", "exceeds"),
+        ({"type": "string", "pattern": "a[b"}, "pattern", "not closed"),
+        ({"type": "string", "pattern": 'say "'}, "", "JSON escapes"),
+        ({"type": "string", "pattern": "a(b"}, "", "unterminated"),
+        ({"type": "string", "format": "iri"}, "format", "cannot be enforced"),
+        ({"enum": [[1]]}, "enum", "cannot be enforced"),
+        ({"type": "string", "const": 1}, "const", "not of type"),
+    ],
+)
+def test_a_schema_that_cannot_be_enforced_is_refused(schema, where, what):
+    with pytest.raises(GenerationError, match=re.escape(what)) as error:
+        compile_constraint(ConstraintConfig(json_schema=schema), SMALL)
+    assert str(error.value.where).endswith(where) and str(error.value.where).startswith("constraint.json_schema")
+
+
+@pytest.mark.parametrize(
+    "pattern, what",
+    [
+        ("a)(b", "unbalanced parenthesis at character 2"),
+        ("a(b", "unterminated subpattern at character 2"),
+        ("a[z-a]", "bad character range z-a at character 3"),
+        (r"(a)\1", "backreference, which is not regular at character 4"),
+        ("a(?=b)", "look-around, which is not supported at character 2"),
+        (r"a\b", "word boundary"),
+        ("^a$", "anchor at character 1"),
+        (r"[^\s\S]", "no text matches it"),
+        ("日", "no sequence of this model's tokens meets it"),
+    ],
+)
+def test_a_pattern_that_is_invalid_is_refused_with_its_place(pattern, what):
+    with pytest.raises(GenerationError, match=re.escape(what)) as error:
+        compile_constraint(ConstraintConfig(regex=pattern), SMALL)
+    assert error.value.where == "constraint.regex"
+
+
+@pytest.mark.parametrize(
+    "given, where",
+    [({}, ""), ({"json": True, "regex": "a"}, "json"), ({"choice": []}, "choice"), ({"json_schema": "{"}, "json_schema")],
+)
+def test_a_constraint_is_one_setting(given, where):
+    with pytest.raises(ConfigError) as error:
+        ConstraintConfig(**given)
+    assert error.value.where == where
+
+
+def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(byte_automaton, "SECONDS", 3)
+    begun = time.monotonic()
+    with pytest.raises(GenerationError, match="more than 3 seconds"):
+        compile_constraint(ConstraintConfig(regex="a{100000}"), SMALL)
+    assert time.monotonic() - begun < 60
+
+
+def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
+    first = compile_constraint(ConstraintConfig(regex="a+b"), SMALL)
+    assert compile_constraint(ConstraintConfig(regex="a+b"), SMALL) is first
+    assert compile_constraint(ConstraintConfig(regex="a+b"), Vocabulary((b"a", b"b")), ends=False) is not first
+    monkeypatch.setattr(compiled, "CACHE_BYTES", first.nbytes)
+    compile_constraint(ConstraintConfig(regex="a+c"), SMALL)
+    assert len(compiled._cache) == 1
+
+
+def test_the_shortest_length_that_fits():
+    automaton = compile_constraint(ConstraintConfig(regex="(abb){2}c|a{40}"), SMALL, ends=False)
+    live_C = automaton.live_classes()
+    assert automaton.shortest(live_C) == 3 and automaton.shortest(live_C, 21) == 40 and automaton.shortest(live_C, 41) is None
+    assert automaton.shortest(automaton.live_classes([token_of(b"abb")])) == 5
+    assert regex_of(ConstraintConfig(choice=["a", "b"]), "") == "(?:a)|(?:b)"

@@ -1,0 +1,240 @@
+"""Sampling with a constraint: never invalid, never stuck, exact; and the engine gives the naive sampler's tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.tiny_models import ALPHABET, configs, every_pattern, tiny
+from unmask.config.constraint import ConstraintConfig
+from unmask.config.run import SamplerConfig
+from unmask.errors import ConfigError, GenerationError
+from unmask.generation import naive, sampler
+from unmask.generation.requests import make_infill_requests
+
+pytest.importorskip("outlines_core")
+
+PATTERNS = ["(ab|c)*d", "[abc]*(de)?f", "(?s:.*)", "a{2,5}|b", "((a|bc)(d|e)?)+", "[^a]*a[^a]*", "f?(ab){0,2}"]
+PROMPTS = [[4, 5, 6], [9], [4, 5, 6]]
+
+
+@st.composite
+def regexes(draw, depth: int = 3) -> str:
+    """Regular expressions over the alphabet."""
+    kind = draw(st.sampled_from(["character", "class", "sequence", "choice", "repeat"] if depth else ["character", "class"]))
+    if kind == "character":
+        return draw(st.sampled_from(ALPHABET))
+    if kind == "class":
+        return draw(st.sampled_from(["[abc]", "[^ab]", "[d-f]", "(?s:.)"]))
+    if kind == "repeat":
+        return f"(?:{draw(regexes(depth=depth - 1))}){draw(st.sampled_from(['*', '+', '?', '{2}', '{1,3}']))}"
+    parts = draw(st.lists(regexes(depth=depth - 1), min_size=2, max_size=3))
+    return f"(?:{('|' if kind == 'choice' else '').join(parts)})"
+
+
+def check(lm, generation, pattern: str) -> None:
+    for text, tokens in zip(generation.texts, generation.tokens, strict=True):
+        assert re.fullmatch(pattern, text), text
+        assert lm.mask_token_id not in tokens
+
+
+def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
+    """The config with a constraint, without the bans that may contradict it."""
+    return config.model_copy(
+        update={"constraint": ConstraintConfig(regex=pattern), "allowed_tokens": None, "forbidden_tokens": None, "drafts": 0}
+    )
+
+
+@every_pattern
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
+    lm = tiny("phi", attention, block_size, eos_bias=1.0)
+    pattern = data.draw(st.sampled_from(PATTERNS))
+    config = valid(data.draw(configs(attention, block_size)), pattern)
+    try:
+        expected = naive.generate(lm, PROMPTS, config)
+    except GenerationError as error:
+        assert "no text that meets it has" in str(error)
+        with pytest.raises(GenerationError, match="no text that meets it has"):
+            sampler.generate(lm, PROMPTS, config)
+        return
+    generation = sampler.generate(lm, PROMPTS, config)
+    assert generation.tokens == expected.tokens and generation.steps == expected.steps
+    assert generation.log_probs == [pytest.approx(each) for each in expected.log_probs]
+    for one, other in zip(generation.trace, expected.trace, strict=True):
+        assert one.sampled_log_probs == pytest.approx(other.sampled_log_probs) and one.entropies == pytest.approx(other.entropies)
+    check(lm, generation, pattern)
+
+
+def complete_all(pattern: str, rounds: int, seed: int) -> int:
+    """Completions of one pattern with many settings; the number of those that fit its shortest length."""
+    done = 0
+    for number, (attention, block_size) in enumerate([("bidirectional", None), ("block_causal", 4), ("causal", None)]):
+        lm = tiny("phi", attention, block_size, eos_bias=1.0)
+        choices = [
+            {"policy": policy, "temperature": temperature, **rule}
+            for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
+            for temperature in (0.0, 0.5, 1.0, 1.3)
+            for rule in ({}, {"tokens_per_step": 3}, {"steps": 1})
+        ]
+        choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [{"remask": 0.4, "temperature": 1.0, "top_p": 0.5}]
+        for turn in range(rounds):
+            chosen = choices[(seed * 7 + turn * 11 + number * 5) % len(choices)]
+            config = SamplerConfig(max_new_tokens=12, constraint=ConstraintConfig(regex=pattern), seed=seed + turn, **chosen)
+            try:
+                generation = sampler.generate(lm, [[4, 5], [6], [9, 8, 7], [5]], config)
+            except GenerationError as error:
+                assert "no text that meets it has" in str(error)
+                return done
+            check(lm, generation, pattern)
+            done += len(generation.tokens)
+    return done
+
+
+@settings(deadline=None, max_examples=20)
+@given(pattern=regexes())
+def test_random_patterns_are_always_met(pattern):
+    complete_all(pattern, 1, 0)
+
+
+@pytest.mark.nightly
+def test_ten_thousand_completions_are_valid():
+    found: list[str] = []
+
+    @settings(deadline=None, max_examples=400, database=None, derandomize=True)
+    @given(pattern=regexes())
+    def collect(pattern):
+        found.append(pattern)
+
+    collect()
+    patterns = list(dict.fromkeys(found))[:230]
+    done = sum(complete_all(pattern, 5, seed) for seed, pattern in enumerate(patterns))
+    assert done >= 10_000 and len(patterns) >= 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention, block_size, width", [("bidirectional", None, 3), ("block_causal", 4, 3), ("causal", None, 1)])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_tokens_are_drawn_from_the_distribution_given_the_constraint(attention, block_size, width, temperature):
+    """All tokens in one step: a chi-square test over all texts that match."""
+    lm, count, pattern = tiny("phi", attention, block_size), 3000, "(a|bc|[d-f]a?)+" if width > 1 else "a|[d-f]"
+    config = SamplerConfig(max_new_tokens=width, steps=1, temperature=temperature, constraint=ConstraintConfig(regex=pattern))
+    config = config.model_copy(update={"stop_at_eos": False, "batch_size": 256})
+    prompt = [4, 5, 6, 7]
+    generation = sampler.generate(lm, [prompt] * count, config)
+    logits_WV = lm.logits(torch.tensor([[*prompt, *[lm.mask_token_id] * width]]))[0, -width:] / temperature
+    expected = given_texts(lm, logits_WV.log_softmax(-1), pattern, width)
+    drawn = dict.fromkeys(expected, 0)
+    for tokens in generation.tokens:
+        drawn[tuple(tokens)] += 1
+    often = [text for text, p in expected.items() if count * p > 3]
+    rest = [count * sum(p for text, p in expected.items() if text not in often), sum(drawn[text] for text in expected if text not in often)]
+    pairs = [(drawn[text], count * expected[text]) for text in often] + ([(rest[1], rest[0])] if rest[0] > 3 else [])
+    chi_square = sum((one - other) ** 2 / other for one, other in pairs)
+    assert len(pairs) > 2 and abs(chi_square - (len(pairs) - 1)) < 5 * math.sqrt(2 * (len(pairs) - 1))
+
+
+def given_texts(lm, log_prob_WV, pattern: str, width: int) -> dict[tuple[int, ...], float]:
+    """The probability of every canvas that matches, given that it does."""
+    names = lm.tokenizer.convert_ids_to_tokens(list(range(lm.config.vocab_size)))
+    texts = {}
+    for tokens in itertools.product([2, 0, *range(4, 4 + len(ALPHABET))], repeat=width):
+        end = next((at for at, token in enumerate(tokens) if token == 2), width)
+        if re.fullmatch(pattern, "".join(names[token] for token in tokens[:end])) and set(tokens[end:]) <= {0, 2} and 0 not in tokens[:end]:
+            texts[tokens] = sum(float(log_prob_WV[at, token].detach()) for at, token in enumerate(tokens))
+    total = np.logaddexp.reduce(list(texts.values()))
+    return {tokens: math.exp(log_prob - total) for tokens, log_prob in texts.items()}
+
+
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+@pytest.mark.parametrize("pattern", ["(a|bc|[d-f]a?)+", "[^a]*a[^a]*", "(ab){1,2}"])
+def test_at_temperature_0_the_best_text_is_found(generate, pattern):
+    lm, width = tiny("phi", "bidirectional"), 4
+    for prompt in ([4, 5], [7], [9, 8, 4]):
+        logits_WV = lm.logits(torch.tensor([[*prompt, *[lm.mask_token_id] * width]]))[0, -width:]
+        expected = given_texts(lm, logits_WV.log_softmax(-1), pattern, width)
+        config = SamplerConfig(max_new_tokens=width, steps=1, constraint=ConstraintConfig(regex=pattern), stop_at_eos=False)
+        assert tuple(generate(lm, [prompt], config).tokens[0]) == max(expected, key=expected.__getitem__)
+
+
+@every_pattern
+@settings(deadline=None, max_examples=8)
+@given(data=st.data())
+def test_a_constraint_that_allows_everything_changes_no_token(attention, block_size, data):
+    """A model that gives text alone a probability."""
+    lm = tiny("phi", attention, block_size, eos_bias=-torch.inf, mask_bias=-torch.inf)
+    head = lm.model.get_output_embeddings()
+    head.bias.data[[0, 1, 3]] = -torch.inf
+    config = data.draw(configs(attention, block_size)).model_copy(update={"allowed_tokens": None, "forbidden_tokens": None})
+    free = sampler.generate(lm, PROMPTS, config)
+    generation = sampler.generate(lm, PROMPTS, valid(config, "(?s:.*)"))
+    assert generation.tokens == free.tokens and generation.steps == free.steps and generation.log_probs == free.log_probs
+    assert [trace.sampled_log_probs for trace in generation.trace] == [trace.sampled_log_probs for trace in free.trace]
+
+
+@pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_gap_of_a_text_meets_the_constraint(attention, block_size, temperature):
+    lm = tiny("phi", attention, block_size)
+    hidden = lm.mask_token_id
+    texts = [[4, hidden, hidden, 5, hidden, hidden, hidden, 6], [5, 5, hidden, hidden]]
+    config = SamplerConfig(constraint=ConstraintConfig(regex="a(b|cd?)|ccc"), temperature=temperature, tokens_per_step=2)
+    expected = naive.complete(lm, make_infill_requests(lm, texts, config), config)
+    generation = sampler.infill(lm, texts, config)
+    assert generation.tokens == expected.tokens
+    for text, tokens in zip(texts, generation.tokens, strict=True):
+        written = "".join(lm.tokenizer.convert_ids_to_tokens(tokens))
+        marked = "".join("." if token == hidden else "x" for token in text)
+        for gap in re.finditer(r"\.+", marked):
+            assert re.fullmatch("a(b|cd?)|ccc", written[gap.start() : gap.end()])
+
+
+def test_a_canvas_in_which_nothing_fits_is_refused_with_the_shortest_length():
+    lm = tiny("phi", "bidirectional")
+    config = SamplerConfig(max_new_tokens=4, constraint=ConstraintConfig(choice=["abcdef", "fffff"]))
+    with pytest.raises(GenerationError, match=r"no text that meets it has 4 tokens: the shortest has 5. Set max_new_tokens to 5 or more"):
+        sampler.generate(lm, [[4]], config)
+    hidden = lm.mask_token_id
+    with pytest.raises(GenerationError, match=r"has 7 tokens: the shortest has 5. Write fewer, such as 5 mask tokens"):
+        sampler.infill(lm, [[4, *[hidden] * 7]], config)
+    with pytest.raises(GenerationError, match="no text meets it with the tokens that are allowed"):
+        sampler.generate(lm, [[4]], config.model_copy(update={"allowed_tokens": [4, 5]}))
+    with pytest.raises(ConfigError, match="cannot be combined with a constraint"):
+        SamplerConfig(drafts=2, constraint=ConstraintConfig(regex="a"))
+
+
+def test_a_text_without_any_probability_is_an_error():
+    lm = tiny("phi", "bidirectional", mask_bias=-torch.inf, eos_bias=0.5)
+    lm.model.get_output_embeddings().bias.data[4] = -torch.inf
+    with pytest.raises(GenerationError, match="gives no text that meets it any probability"):
+        sampler.generate(lm, [[5]], SamplerConfig(max_new_tokens=3, constraint=ConstraintConfig(regex="a+")))
+
+
+def test_sequences_of_different_constraints_share_a_batch():
+    lm = tiny("phi", "bidirectional", eos_bias=1.0)
+    alone = {}
+    for pattern in (None, "a+b", "[cd]*"):
+        constraint = None if pattern is None else ConstraintConfig(regex=pattern)
+        alone[pattern] = SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint, deterministic=pattern == "a+b")
+    expected = {pattern: naive.generate(lm, PROMPTS, config).tokens for pattern, config in alone.items()}
+    from unmask.generation.engine.engine import Engine
+    from unmask.generation.requests import make_requests
+
+    engine, tickets = Engine(lm, batch_size=9), {}
+    for pattern, config in alone.items():
+        for index, request in enumerate(make_requests(lm, PROMPTS, config)):
+            tickets[engine.submit(request, config)] = pattern, index
+    for ticket, trace in engine.run():
+        pattern, index = tickets[ticket]
+        tokens = expected[pattern][index]
+        assert trace.canvas[: len(tokens)] == tokens
+    assert json.loads(SamplerConfig(constraint=ConstraintConfig(regex="a")).model_dump_json())["constraint"]["regex"] == "a"

@@ -1,0 +1,56 @@
+"""What generated text has to match."""
+
+from __future__ import annotations
+
+import json as json_text
+import warnings
+from typing import Any
+
+from pydantic import Field
+
+from unmask.config.base import Config, OnResume
+from unmask.errors import ConfigError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # `json` is also a method of pydantic's, deprecated
+
+    class ConstraintConfig(Config):
+        """What generated text has to match: exactly one of its settings.
+
+        Raises:
+            ConfigError: none or several of them are set, or the schema is not JSON.
+        """
+
+        on_resume = OnResume.ACTS
+
+        choice: list[str] | None = Field(default=None, min_length=1)
+        """One of these texts."""
+        regex: str | None = None
+        """A regular expression, which the whole text matches. The syntax is Rust's: like Python's, without look-around,
+        backreferences and anchors."""
+        json_schema: dict[str, Any] | str | None = None
+        """JSON that fits this schema: a mapping, or its JSON text."""
+        json: bool = False  # type: ignore[assignment]
+        """Any JSON value, with arrays and objects nested two deep at most."""
+
+        def model_post_init(self, _: object) -> None:
+            given = [name for name in ("choice", "regex", "json_schema") if getattr(self, name) is not None] + ["json"] * self.json
+            if len(given) != 1:
+                what = f"{' and '.join(given)} contradict one another" if given else "says nothing that text could match"
+                raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema and json")
+            if isinstance(self.json_schema, str):
+                self.schema_object()
+
+        @property
+        def kind(self) -> str:
+            """The name of the setting."""
+            return next(name for name in ("choice", "regex", "json_schema", "json") if getattr(self, name) not in (None, False))
+
+        def schema_object(self) -> Any:
+            """The schema as an object. Raises ConfigError for text that is not JSON."""
+            if not isinstance(self.json_schema, str):
+                return self.json_schema
+            try:
+                return json_text.loads(self.json_schema)
+            except ValueError as error:
+                raise ConfigError(f"is not JSON: {error}", where="json_schema", remedy="Give a JSON object") from None

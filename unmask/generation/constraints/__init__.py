@@ -1,0 +1,1 @@
+"""Text that has to match: constraints as automata over tokens."""

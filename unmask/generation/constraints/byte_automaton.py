@@ -1,0 +1,161 @@
+"""A regular expression as a minimal deterministic automaton over bytes, built by outlines-core in a process of its own.
+
+outlines-core bounds neither time nor memory, and some short patterns need hours of both. Its index (0.2.14) follows Rust's leftmost-first
+matches: of `a|ab` it accepts `a` alone, and from an accepting state it keeps transitions to accepting ones only. Therefore a character that
+no text has, a noncharacter of Unicode, is appended to the pattern; a state accepts if this character leads to the end.
+
+Shapes: S states, of which the last is dead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from unmask.errors import GenerationError, require
+
+SECONDS, BYTES = 30, 2**32
+"""Bounds of the process that builds automata."""
+MAX_STATES = 20_000
+MAX_ROUNDS = 300
+"""Of splitting states; an automaton that needs more is long, and is not made smaller."""
+EOS = 256
+LAST = "\U0010ffff"
+"""The character that is appended."""
+UNSUPPORTED = [
+    (r"\(\?<?[=!]", "look-around, which is not supported", "Write out what may stand there"),
+    (r"\\[1-9]", "a backreference, which is not regular", "Write out the alternatives"),
+    (r"\\[bB]", "a word boundary, which is not supported", "Write out what may stand there"),
+    (r"(?<!\\)(?<!\[)\^|(?<!\\)\$|\\[AzZ]", "an anchor", "Leave it out: the whole text has to match"),
+]
+BUILD = """
+import json, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+except (ImportError, ValueError, OSError):
+    pass
+from outlines_core import Index, Vocabulary
+vocabulary = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
+built = []
+for pattern in json.load(sys.stdin):
+    try:
+        index = Index(pattern, vocabulary)
+    except ValueError as error:
+        built.append(str(error))
+    else:
+        edges = [list(edge) for edge in ((s, t, e) for s, row in index.get_transitions().items() for t, e in row.items())]
+        built.append([index.get_initial_state(), sorted(index.get_final_states()), edges])
+json.dump(built, sys.stdout)
+"""
+
+
+@dataclass(frozen=True)
+class ByteAutomaton:
+    """A deterministic automaton over bytes, in which every state but the last can reach an accepting one."""
+
+    next_S256: np.ndarray
+    start: int
+    accepts_S: np.ndarray
+
+
+def byte_automata(patterns: Sequence[str], where: str) -> list[ByteAutomaton]:
+    """The automata of regular expressions in Rust's syntax.
+
+    Raises:
+        ConfigError: outlines-core is not installed.
+        GenerationError: a pattern is invalid, not regular, or too large to build.
+    """
+    require("outlines_core", "constraints", where=where)
+    for pattern in patterns:
+        _refuse_unopened(pattern, where)
+    too_large = "Bound its repetitions, or split it"
+    try:
+        built = _build(patterns)
+    except subprocess.TimeoutExpired:
+        raise GenerationError(f"its automaton takes more than {SECONDS} seconds to build", where=where, remedy=too_large) from None
+    if built is None:
+        raise GenerationError(f"its automaton takes more than {BYTES >> 30} GiB to build", where=where, remedy=too_large)
+    automata = []
+    for pattern, result in zip(patterns, built, strict=True):
+        if isinstance(result, str):
+            what, remedy = _reason(pattern, result)
+            raise GenerationError(what, where=where, remedy=remedy)
+        automata.append(_minimal(*result))
+        if len(automata[-1].next_S256) > MAX_STATES:
+            raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=where, remedy=too_large)
+    return automata
+
+
+def _build(patterns: Sequence[str]) -> list[Any] | None:
+    """For each pattern, with the last character, the library's error, or start, accepting states and edges; None: out of memory."""
+    closed = json.dumps([f"(?:{pattern}){LAST}" for pattern in patterns]).encode()
+    done = subprocess.run([sys.executable, "-P", "-c", BUILD, str(BYTES)], input=closed, capture_output=True, timeout=SECONDS)
+    return json.loads(done.stdout) if done.returncode == 0 else None
+
+
+def _refuse_unopened(pattern: str, where: str) -> None:
+    """Refuse a closing parenthesis that nothing opened: it would close the group that the pattern is put into."""
+    depth = 0
+    for found in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", pattern, flags=re.S):
+        depth += {"(": 1, ")": -1}.get(found[0], 0)
+        if depth < 0:
+            what = f"unbalanced parenthesis at character {found.start() + 1}"
+            raise GenerationError(what, where=where, remedy="Open it, or write a backslash before it")
+
+
+def _reason(pattern: str, message: str) -> tuple[str, str]:
+    """What is wrong with a pattern, and the remedy. The library does not say where, so Python's parser is asked."""
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        place = "" if error.pos is None else f" at character {error.pos + 1}"
+        return f"{error.msg}{place}", "Correct the pattern; its syntax is that of Rust's regex crate"
+    for form, name, remedy in UNSUPPORTED:
+        if found := re.search(form, re.sub(r"\\\\", "  ", pattern)):
+            return f"{name} at character {found.start() + 1}", remedy
+    if "incompatible" in message:
+        return "no text matches it", "Correct the pattern"
+    return message.splitlines()[0], "Correct the pattern; its syntax is that of Rust's regex crate"
+
+
+def _minimal(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
+    """The smallest equal automaton: states are split until those of one group act alike (Moore 1956)."""
+    names = {state: number for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))}
+    dead = len(names)
+    next_S256 = np.full((dead + 1, 256), dead, dtype=np.int32)
+    for state, byte, target in edges:
+        if byte != EOS:
+            next_S256[names[state], byte] = names.get(target, dead)
+    last_S = np.arange(dead + 1)
+    for byte in LAST.encode():
+        last_S = next_S256[last_S, byte]
+    accepts_S = np.isin(last_S, [names[state] for state in accepting])
+    next_S256[:, LAST.encode()[0]] = dead  # with it the other private characters of the last plane
+    byte_C = np.unique(number_rows(next_S256.T), return_index=True)[1]  # one of each group of bytes that act alike
+    group_S: np.ndarray = accepts_S.astype(np.int32)
+    for _ in range(MAX_ROUNDS):
+        count = len(np.unique(group_S))
+        group_S = number_rows(np.column_stack([group_S, group_S[next_S256[:, byte_C]]]))
+        if group_S.max() + 1 == count:
+            break
+    else:
+        group_S = np.arange(dead + 1)
+    first_G = np.unique(group_S, return_index=True)[1]
+    order_G = np.concatenate([np.delete(np.arange(len(first_G)), group_S[dead]), group_S[[dead]]])  # the dead state last
+    place_G = np.argsort(order_G).astype(np.int32)
+    kept_G = first_G[order_G]
+    return ByteAutomaton(place_G[group_S[next_S256[kept_G]]], int(place_G[group_S[names[start]]]), accepts_S[kept_G])
+
+
+def number_rows(rows: np.ndarray) -> np.ndarray:
+    """The number of each row among the distinct ones, in the order of their first occurrence."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(row.tobytes(), len(numbers)) for row in rows], dtype=np.int32)

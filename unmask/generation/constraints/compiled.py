@@ -1,0 +1,71 @@
+"""Constraints compiled for a model, and kept by their content as far as memory allows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from threading import Lock
+
+from unmask.config.constraint import ConstraintConfig
+from unmask.errors import GenerationError, require
+from unmask.generation.constraints.automaton import TokenAutomaton, token_automaton
+from unmask.generation.constraints.byte_automaton import byte_automata
+from unmask.generation.constraints.schemas import Reader, patterns
+from unmask.generation.constraints.string_patterns import json_pattern
+from unmask.generation.constraints.vocabulary import Vocabulary
+
+CACHE_BYTES = 2**28
+ESCAPED = [*range(0x20), ord('"'), ord("\\")]
+"""Bytes that JSON strings hold only after a backslash."""
+_cache: OrderedDict[tuple, TokenAutomaton] = OrderedDict()
+_lock = Lock()
+
+
+def compile_constraint(
+    constraint: ConstraintConfig, vocabulary: Vocabulary, *, ends: bool = True, at_start: bool = True, where: str = "constraint"
+) -> TokenAutomaton:
+    """The automaton of a constraint over the tokens of a vocabulary; `ends` and `at_start` as for `token_automaton`.
+
+    Raises:
+        ConfigError: outlines-core is not installed.
+        GenerationError: the constraint is invalid, cannot be enforced, is too large, or nothing in the vocabulary meets it.
+    """
+    key = (constraint.model_dump_json(), vocabulary.digest, ends, at_start and vocabulary.strips_space)
+    where = f"{where}.{constraint.kind}"
+    with _lock:
+        if key in _cache:
+            _cache.move_to_end(key)
+            return _cache[key]
+    (automaton,) = byte_automata([regex_of(constraint, where)], where)
+    compiled = token_automaton(automaton, vocabulary, ends=ends, at_start=at_start, where=where)
+    with _lock:
+        _cache[key] = compiled
+        while len(_cache) > 1 and sum(each.nbytes for each in _cache.values()) > CACHE_BYTES:
+            _cache.popitem(last=False)
+    return compiled
+
+
+def regex_of(constraint: ConstraintConfig, where: str) -> str:
+    """The regular expression of a constraint. Errors as in `compile_constraint`."""
+    if constraint.regex is not None:
+        return constraint.regex
+    if constraint.choice is not None:
+        return "|".join(f"(?:{escape(text)})" for text in constraint.choice)
+    if constraint.json:
+        return json_pattern()
+    require("outlines_core", "constraints", where=where)
+    from outlines_core.json_schema import build_regex_from_schema
+
+    schema = constraint.schema_object()
+    rewritten = Reader(schema, where).read(schema, where)
+    for pattern, automaton in zip(used := sorted({*patterns(rewritten)}), byte_automata(used, where), strict=True):
+        if (automaton.next_S256[:, ESCAPED] != len(automaton.next_S256) - 1).any():
+            what = f"the pattern {pattern!r} has a quote, a backslash or a control character, which JSON escapes"
+            raise GenerationError(what, where=where, remedy="Leave the character out")
+    return str(build_regex_from_schema(json.dumps(rewritten, ensure_ascii=False)))
+
+
+def escape(text: str) -> str:
+    """A pattern that matches this text alone, in Rust's syntax."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", lambda found: "\\" + found[0], text)
