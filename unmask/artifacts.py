@@ -67,9 +67,15 @@ def read_file(path: str | Path) -> str:
         os.close(descriptor)
 
 
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder and in the folders within it, where libraries look too, without links that lead nowhere."""
+    return sorted(path for path in [*folder.iterdir(), *folder.glob("*/*")] if path.exists())
+
+
 def irregular_file(folder: Path) -> str | None:
-    """The name of an entry of a folder that is neither a file nor a folder, which would hang what reads it; None: there is none."""
-    return next((path.name for path in sorted(folder.iterdir()) if path.exists() and not (path.is_file() or path.is_dir())), None)
+    """The path in a folder of an entry that is neither a file nor a folder, which would hang what reads it; None: there is none."""
+    found = (path for path in entries(folder) if not (path.is_file() or path.is_dir()))
+    return next((path.relative_to(folder).as_posix() for path in found), None)
 
 
 def default_mode() -> int:

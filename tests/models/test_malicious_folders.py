@@ -65,6 +65,31 @@ def remote_code(path: Path, file: str = "config.json", **auto_map: Any) -> None:
     change(path, file, **({"model_type": "stranger"} if file == "config.json" else {}), auto_map=auto_map)
 
 
+def inner(path: Path, name: str) -> Path:
+    """The path of a file in a new folder of the folder."""
+    (path / name).parent.mkdir()
+    return path / name
+
+
+def code_everywhere(path: Path) -> None:
+    """Code that every config but the model's names, and a folder for `generate` to load."""
+    for file in ("generation_config.json", "processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        remote_code(path, file, AutoProcessor="mine.Mine", AutoTokenizer=["mine.Mine", "mine.Mine"])
+    inner(path, "custom_generate/generate.py").write_text((path / "mine.py").read_text())
+
+
+def pickles_beside(path: Path) -> None:
+    for name in ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "optimizer.pt"):
+        (path / name).write_bytes(pickle.dumps(Payload(path / "ran")))
+
+
+def overlapping(path: Path) -> None:
+    """Weights that all lie at the same place."""
+    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in load_file(path / SAFE)}
+    text = json.dumps(header).encode()
+    (path / SAFE).write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+
+
 Break = Callable[[Path], None]
 # What is done to a folder, and the error of `load`; None: it has no effect.
 FOLDERS: dict[str, tuple[Break, str | None]] = {
@@ -98,6 +123,35 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     "an object for a number": (lambda path: change(path, num_hidden_layers={}), "model config"),
     "negative sizes": (lambda path: change(path, vocab_size=-5), "weights"),
     "layers without end": (lambda path: change(path, num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
+    "labels without end": (lambda path: change(path, num_labels=10**9), "num_labels is 1000000000"),
+    "layers that the config lists": (
+        lambda path: change(path, model_type="qwen2", num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000",
+    ),
+    "layers of a part": (lambda path: change(path, parts=[{"n_layer": 10**9}]), "n_layer is 1000000000"),
+    "code in the other configs": (code_everywhere, None),
+    "pickles beside the weights": (pickles_beside, None),
+    "adapters that name a module": (
+        lambda path: change(path, "adapter_config.json", auto_mapping={"parent_library": "mine", "base_model_class": "Mine"}),
+        "checkpoint of adapters",
+    ),
+    "a FIFO for a further chat template": (
+        lambda path: os.mkfifo(inner(path, "additional_chat_templates/x.jinja")),
+        "additional_chat_templates/x.jinja is not a file",
+    ),
+    "a chat template without end": (
+        lambda path: ((path / "chat_template.jinja").touch(), os.truncate(path / "chat_template.jinja", 2**40))[0],
+        "chat_template.jinja has more than",
+    ),
+    "a chat template that divides by zero": (lambda path: (path / "chat_template.jinja").write_text("{{ 1 // 0 }}"), None),
+    "a chat template that is a number": (
+        lambda path: change(path, "tokenizer_config.json", chat_template={"default": 5}),
+        "chat template is no text",
+    ),
+    "no token to pad with": (
+        lambda path: change(path, "tokenizer_config.json", pad_token=None, eos_token=None),
+        None,
+    ),
     "a config nested without end": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "model config"),
     "a config of nulls": (lambda path: change(path, model_type=None, architectures=None), "model config"),
     "settings that are a list": (lambda path: change(path, unmask=[1]), "'unmask' is not an object"),
@@ -119,6 +173,7 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
     ),
     "a generation config of wrong types": (lambda path: change(path, "generation_config.json", eos_token_id={"a": {}}), None),
     "weights that are a pickle": (lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))), "cannot load the weights"),
+    "weights that overlap": (overlapping, "cannot load the weights"),
     "weights with a header without end": (lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"), "cannot load the weights"),
 }
 

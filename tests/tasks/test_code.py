@@ -120,15 +120,44 @@ def paid_tables(rows, name, otherwise):
     return [row["names"][0] for verdict, (_, row) in zip(verdicts, programs, strict=True) if verdict.solved]
 
 
-CONSTANT = {"hamming_Distance", "find_Divisor", "Check_Vow", "remove_duplicate", "clear_tuple", "check"}
-"""Functions of MBPP whose tests all expect the same value."""
-
-
 def test_a_table_of_what_mbpp_shows_does_not_pass():
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     assert paid_tables(rows[:30], "mbpp", "shown") == []
-    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 973  # all tests of one problem are the same
-    assert sum(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"])) == 10  # the others expect one value
+    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 963  # of the others no test can be shown
+    assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
+
+
+def test_no_test_that_mbpp_hides_follows_from_what_it_shows():
+    """Calls and results are read as values: none that decides is shown in another spelling, and what is left has no one answer."""
+    _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
+    followed = []
+    for number, row in enumerate(rows, start=1):
+        shown = dict(map(as_values, shown_in(row["prompt"])))
+        hidden = [as_values(line) for line in row["tests"].splitlines() if line.startswith("assert")]
+        assert not any(shown.get(call) == result for call, result in hidden)
+        if len({result for call, result in hidden if call not in shown}) == 1:
+            followed.append(number)
+    assert followed == [37, 203, 339, 667, 674, 816, 899]  # all their tests expect one value
+
+
+def as_values(test):
+    """What an assertion calls, and what it compares with; literals by their values."""
+    tested = ast.parse(test).body[0].test
+    sides = [tested.left, tested.comparators[-1]] if isinstance(tested, ast.Compare) else [tested, ast.Constant(True)]
+    return tuple(ast.unparse(by_value.visit(side)) for side in sides)
+
+
+class ByValue(ast.NodeTransformer):
+    """Writes every literal as its value."""
+
+    def generic_visit(self, node):
+        try:
+            return ast.Constant(ast.literal_eval(node))
+        except (ValueError, TypeError, SyntaxError):
+            return super().generic_visit(node)
+
+
+by_value = ByValue()
 
 
 def test_a_table_passes_the_published_protocol_which_is_no_reward():
@@ -140,10 +169,10 @@ def test_a_table_passes_the_published_protocol_which_is_no_reward():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("otherwise", "paid"), [("None", set()), ("shown", CONSTANT)])
-def test_no_table_of_what_mbpp_shows_passes(otherwise, paid):
+@pytest.mark.parametrize("otherwise", ["None", "shown"])
+def test_no_table_of_what_mbpp_shows_passes(otherwise):
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
-    assert set(paid_tables(rows, "mbpp", otherwise)) <= paid
+    assert paid_tables(rows, "mbpp", otherwise) == []
 
 
 def test_challenges_decide_too_and_a_single_test_is_not_shown():
@@ -151,7 +180,7 @@ def test_challenges_decide_too_and_a_single_test_is_not_shown():
     (row,) = get_task("mbpp").rows([("row 1", record)])
     assert row["prompt"] == '"""\nDouble.\nThe tests call f.\n"""\n' and row["tests"] == "\nassert f(1) == 2\n"
     (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4"]})])
-    assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+    assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n" and shown_in(row["prompt"]) == []
     (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4", "assert f(3) == 6"]})])
     assert row["tests"] == "\nassert f(2) == 4\nassert f(3) == 6\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
 

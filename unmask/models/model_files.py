@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from unmask.artifacts import irregular_file, read_file
+from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.diffusion_lm import SETTINGS_KEY
 from unmask.models.family import Family
@@ -20,9 +21,11 @@ from unmask.models.released_families import family_of
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
-MAX_LAYERS = 10_000
-"""Layers of a model at most: a config with more would take hours to build."""
+MAX_COUNT = 10_000
+"""Layers or labels of a model at most: transformers makes something for each, which would take hours with more."""
+COUNTS = re.compile(r"\w*layers|n_layer|_?num_labels")
 
 
 @contextmanager
@@ -51,11 +54,9 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
         published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
         if not isinstance(published, dict):
             raise ValueError("config.json is not a JSON object")
+        _refuse_counts(published)
         family = family_of(published)
         config = AutoConfig.from_pretrained(where, **hub_options) if family is None else family.read_config(published, where)
-        layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
-        if layers > MAX_LAYERS:
-            raise ValueError(f"num_hidden_layers is {layers}, but at most {MAX_LAYERS:,} are read")
         settings = getattr(config, SETTINGS_KEY, None)
         if not isinstance(settings, dict | None):
             raise ValueError(f"{SETTINGS_KEY!r} is not an object")
@@ -78,16 +79,32 @@ def read_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
+        templates = tokenizer.chat_template
+        if not all(isinstance(each, str) for each in (templates.values() if isinstance(templates, dict) else [templates or ""])):
+            raise ValueError("its chat template is no text")
         if family:
             name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
     tokenizer.parse_special_tokens = parse_special_tokens
     return tokenizer
 
 
+def _refuse_counts(published: Any) -> None:
+    """Raise ValueError for a config with too many of something, also in the configs of its parts: building it would not end."""
+    for name, value in published.items() if isinstance(published, dict) else enumerate(published):
+        if isinstance(value, dict | list):
+            _refuse_counts(value)
+        elif isinstance(value, int) and value > MAX_COUNT and COUNTS.fullmatch(str(name)):
+            raise ValueError(f"{name} is {value}, but at most {MAX_COUNT:,} are read")
+
+
 def _refuse_irregular(folder: pathlib.Path) -> None:
-    """Raise ValueError for a FIFO or a device in a folder: to read it would hang."""
-    if folder.is_dir() and (name := irregular_file(folder)):
+    """Raise ValueError for a FIFO or a device in a folder, which to read would hang, and for a text without end."""
+    if not folder.is_dir():
+        return
+    if name := irregular_file(folder):
         raise ValueError(f"{name} is not a file")
+    for path in (each for each in entries(folder) if each.suffix in TEXTS and each.stat().st_size > MAX_FILE):
+        raise ValueError(f"{path.name} has more than {MAX_FILE:,} bytes")
 
 
 def refuse_pickled(where: str, revision: str | None = None) -> None:

@@ -51,8 +51,9 @@ class Blueprint:
         source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         config, family = read_config(model.path, source)
         tokenizer = read_tokenizer(model.path, source, config, family)
-        check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
-        return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
+        with reading("cannot use the model", model.path, "Check config.json and the tokenizer's files"):
+            check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
+            return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
 
     @property
     def stock(self) -> bool:
@@ -151,7 +152,7 @@ class Blueprint:
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
         """The model as `unmask.load` would build it, and the number of embedding rows before that."""
-        with FakeTensorMode():
+        with reading("cannot use the model", self.path, "Check config.json and the tokenizer's files"), FakeTensorMode():
             model = architecture(self.config, torch.float32)
             vocabulary = model.get_input_embeddings().weight.shape[0]
             return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), vocabulary

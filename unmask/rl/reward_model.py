@@ -35,17 +35,17 @@ class RewardModel:
             model, info = AutoModelForSequenceClassification.from_pretrained(path, **options)
             refuse_missing(info, path, "Give the folder or the name of a trained sequence classifier")
             self.model = model.to(device).eval()
-        outputs = self.model.config.num_labels
-        if outputs != 1:
-            raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
-        align_weights(self.model)
+            outputs = self.model.config.num_labels
+            if outputs != 1:
+                raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
+            align_weights(self.model)
+            if self.tokenizer.pad_token_id is None:
+                self.tokenizer.pad_token = self.tokenizer.eos_token
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id
+            sample, plain = self.tokenizer("a")["input_ids"], self.tokenizer("a", add_special_tokens=False)["input_ids"]
+            start = next(index for index in range(len(sample)) if sample[index : index + len(plain)] == plain)
+            self._before, self._after = sample[:start], sample[start + len(plain) :]
         self.__name__ = "reward_model"
-        if self.tokenizer.pad_token_id is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        sample, plain = self.tokenizer("a")["input_ids"], self.tokenizer("a", add_special_tokens=False)["input_ids"]
-        start = next(index for index in range(len(sample)) if sample[index : index + len(plain)] == plain)
-        self._before, self._after = sample[:start], sample[start + len(plain) :]
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:

@@ -140,17 +140,15 @@ class MBPP(Code):
         }
 
     def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The tests that the prompt shows, and those that decide. Nothing is shown if all tests are the same.
+        """The tests that the prompt shows, and those that decide.
 
         The first is shown after which the others do not all expect the same: a table of it with a guess for all else does not pass.
-        If there is no such test, all decide, so that a constant passes only where all expect the same.
+        If there is no such test, none is shown and all decide, so that a constant passes only where all expect the same.
         """
         different = list({ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values())[::-1]
-        if len(different) == 1:
-            return [], different
         results = [_expected(test) for test in different]
         shown = next((at for at in range(len(different)) if len({*results[:at], *results[at + 1 :]}) > 1), None)
-        return ([different[0]], different) if shown is None else ([different[shown]], different[:shown] + different[shown + 1 :])
+        return ([], different) if shown is None else ([different[shown]], different[:shown] + different[shown + 1 :])
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
         """The names that the tests use: those that the reference defines, which the candidate provides, and standard modules."""
