@@ -27,6 +27,7 @@ from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE, resumes_in_place
 from unmask.errors import TrainingError, first_line
 from unmask.training.durable.checkpoint_files import fault
+from unmask.training.durable.shards import INDEX, check_shards
 from unmask.training.run_log import LOG_NAME, SUMS_NAME, read_sums
 
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
@@ -112,8 +113,8 @@ def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_sh
         TrainingError: it is missing, incomplete or damaged.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
-    if checkpoint is not None and not in_shards:
-        check_parts(checkpoint)
+    if checkpoint is not None:
+        (check_in_shards if in_shards else check_parts)(checkpoint)
     return checkpoint
 
 
@@ -166,6 +167,13 @@ def check_parts(checkpoint: Path) -> None:
             torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # reads no tensors yet
     with _loading(checkpoint / SUMS_NAME):
         read_sums(checkpoint)
+
+
+def check_in_shards(checkpoint: Path) -> None:
+    """Raise TrainingError for shards of FSDP that could run code."""
+    for index in sorted(checkpoint.glob(f"*/{INDEX}")):
+        with _loading(index):
+            check_shards(index)
 
 
 @contextlib.contextmanager
