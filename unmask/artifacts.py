@@ -128,7 +128,9 @@ class MetricsLog:
         try:
             lines = read_file(self.path).splitlines(keepends=True)
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot be read ({first_line(error)})", where=str(self.path), remedy="Move it away") from error
+            raise DataError(
+                f"cannot be read ({first_line(error)})", where=str(self.path), remedy="Move away what is in its place"
+            ) from error
         for number, line in enumerate(lines, start=1):
             if line.endswith("\n"):
                 try:

@@ -102,7 +102,7 @@ def for_verb(verb: str, recipes: list[str]) -> tuple[str, str | None, dict[str, 
 def made(verb: str, recipes: list[str], mode: str | None, folder: Path, **more: Any) -> Any:
     model, data, fitting = for_verb(verb, recipes)
     attention = {} if model == "causal" else {"model.attention": "bidirectional"}
-    return constructed(verb, recipes, mode, folder, model, data, **attention, **fitting, **more)
+    return constructed(verb, recipes, mode, folder, model, data, **attention, **fitting | more)
 
 
 ONE_BY_ONE = [(machine, None) for machine in MACHINES] + [("a6000-48gb", mode) for mode in MODES[1:]]

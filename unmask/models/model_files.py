@@ -7,7 +7,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
@@ -76,6 +76,9 @@ def read_tokenizer(
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     with reading("no usable tokenizer", where, remedy):
         _refuse_irregular(pathlib.Path(where))
+        if config is None:
+            with suppress(OSError):  # a tokenizer may be without a config, which transformers reads for its class
+                _refuse_counts(PretrainedConfig.get_config_dict(where, **hub_options)[0])
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
         if len(tokenizer) <= len(tokenizer.all_special_tokens):
             raise ValueError("its vocabulary is empty")
