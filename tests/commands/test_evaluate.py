@@ -130,6 +130,7 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--task", "sudoku,countdown", "--data", "a.csv"], "does not say which task it belongs to"),
         (["--task", "sudoku", "--data", "sudoku=a.csv", "--data", "sudoku=b.csv"], "data sudoku=b.csv: has two files"),
         (["--task", "sudoku", "--split", "validation"], "--split: is of a dataset on the hub"),
+        (["--task", "sudoku", "--max-new-tokens", "5"], "--max-new-tokens: the answers of sudoku have a length of their own"),
         (["--task", "sudoku", "--style", "chat"], "chat template"),
         (["--task", "sudoku", "--attempts", "3"], "at temperature 0 are all the same"),
         (["--task", "sudoku", "--metric", "rouge"], "has no reference texts"),

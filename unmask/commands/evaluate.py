@@ -183,11 +183,17 @@ def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Itera
 
 
 def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
-    """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured."""
+    """Raise ConfigError for a setting of the sampler if only a text's likelihood is measured, and for a length if all tasks have others."""
     unread = sampler.of_texts
     if unread and not (evaluation.task or evaluation.lm_eval):
         where = f"--{unread[0].replace('_', '-')}"
         raise ConfigError("a likelihood generates no text", where=where, remedy="Leave it out, or give --task or --lm-eval")
+    if evaluation.lm_eval or evaluation.protocol or evaluation.style == "chat" or "max_new_tokens" not in sampler.model_fields_set:
+        return
+    own = [get_task(name).max_completion for name in evaluation.tasks]
+    if own and None not in own and sampler.max_new_tokens not in own:
+        what = f"the answers of {', '.join(evaluation.tasks)} have a length of their own"
+        raise ConfigError(what, where="--max-new-tokens", remedy="Leave it out")
 
 
 def _protocols(lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None) -> dict[str, Any]:

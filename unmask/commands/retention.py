@@ -126,16 +126,16 @@ def retention_of_run(config: RunConfig, folder: Path, harness: Harness | None) -
     state = PartialState()
     start = config.model.model_copy(update={"device": str(state.device)})
     other = config.retention.against
-    models = model_against(start, other) if other else start, model_against(start, str(folder))
+    earlier, trained = model_against(start, other) if other else start, model_against(start, str(folder))
     processes = Processes(state.process_index, state.num_processes)
-    found = measure_retention(*models, config.retention, config.sampler, folder.with_name(RESULT), harness, processes)
+    found = measure_retention(earlier, trained, config.retention, config.sampler, folder.with_name(RESULT), harness, processes)
     if found is not None:
         path = folder / CONFIG_NAME
         content = json.loads(read_file(path))
         differences = [_in_card(each) for each in found.comparison.differences]
         content[HISTORY_KEY][-1]["retention"] = {"of": without_folder(other or start.path), "differences": differences}
         write_atomic(path, json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n")
-        write_card(load(folder, dtype=start.dtype), folder)
+        write_card(load(folder, **trained.load_arguments()), folder)
     return found
 
 
