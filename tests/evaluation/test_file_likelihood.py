@@ -16,7 +16,13 @@ from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
 
 TEXTS = ["1234", "43", "2", "1234", "4321=12"]
-CAUSAL = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+
+
+def causal_model():
+    return small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+
+
+CAUSAL = causal_model()
 BIDIRECTIONAL = make_diffusion(CAUSAL.model, CAUSAL.tokenizer, attention="bidirectional", logit_shift=False)
 
 
@@ -88,13 +94,14 @@ def test_finished_documents_are_not_measured_again(path, tmp_path, monkeypatch):
 
 def test_processes_share_documents(path, tmp_path, monkeypatch):
     """Each document is measured once, and all processes have the scores of one."""
+    models = [causal_model() for _rank in range(2)]  # threads may not share one
     calls, barrier, compute = [], threading.Barrier(2), file_likelihood.log_likelihoods
     monkeypatch.setattr(file_likelihood, "log_likelihoods", lambda *arguments: calls.append(arguments) or compute(*arguments))
     found = {}
 
     def process(rank):
         log = ItemLog(tmp_path / "out.json", {}, rank=rank, processes=2, wait=lambda: barrier.wait(60))
-        found[rank] = measured(CAUSAL, path, log=log)
+        found[rank] = measured(models[rank], path, log=log)
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
