@@ -30,8 +30,9 @@ test-slow: $(INSTALLED)  ## the slow tests only
 	$(BIN)/python -m pytest -m 'alone and not nightly'
 
 NIGHTLY := .nightly-passed
-test-nightly: $(INSTALLED)  ## the tests that take many minutes; says when they last passed here
+test-nightly: $(INSTALLED)  ## the tests that take many minutes, and the coverage; says when they last passed here
 	@echo "last passed on this machine: $$(cat $(NIGHTLY) 2> /dev/null || echo never)"
+	$(MAKE) test COVERAGE=1 # ends in an error below the share that pyproject.toml names
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
 	@echo "$$(date -u '+%Y-%m-%d %H:%M UTC'), commit $$(git rev-parse --short HEAD)" | tee $(NIGHTLY)
 

@@ -12,6 +12,7 @@ import weakref
 import pytest
 
 from unmask.errors import ConfigError, TrainingError
+from unmask.rewards import workers
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerDeathError, WorkerError, WorkerTimeoutError, load_function
 
 REWARDS = """
@@ -252,11 +253,12 @@ def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
 
 
 @pytest.mark.parametrize("name", ["closes", "closes_and_sleeps", "garbage", "endless", "negative", "half", "no_pair"])
-def test_a_function_that_breaks_its_pipe_is_one_error_in_time(path, name):
+def test_a_function_that_breaks_its_pipe_is_one_error_in_time(path, name, monkeypatch):
     """It may close all descriptors, as programs do that become daemons, or write into them."""
+    monkeypatch.setattr(workers, "PIPE_SECONDS", 1.0)
     worker, start = Worker(f"{path}:{name}"), time.monotonic()
     worker.start()
     with pytest.raises(WorkerCallError) as caught:
-        worker.apply((), {}, 3.0)
+        worker.apply((), {}, 1.0)
     assert type(caught.value) in (WorkerDeathError, WorkerTimeoutError) and time.monotonic() - start < 50
     worker.close()

@@ -21,8 +21,8 @@ SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that 
 
 
 def batches(together: Iterable[str], attacks: Iterable[str]) -> list[Any]:
-    """Parameters: some attacks side by side, and, slow, each attack many times."""
-    many = [(3, pytest.mark.slow), (20, pytest.mark.nightly)]
+    """Parameters: some attacks side by side, and, slow, each attack by itself."""
+    many = [(1, pytest.mark.slow), (20, pytest.mark.nightly)]
     often = [pytest.param([name] * times, id=f"{name}-{times}", marks=mark) for name in attacks for times, mark in many]
     return [pytest.param([*together], id="together"), *often]
 

@@ -235,9 +235,11 @@ def test_all_canonical_solutions_pass():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", PYTHON_HACKS)
-def test_no_hack_passes_any_problem(name):
+def test_no_hack_passes_any_problem(name, step):
     task, rows = read("humaneval", *HUMANEVAL)
+    rows = rows[::step]
     verdicts = task.verify_all([PYTHON_HACKS[name].replace("ENTRY", row["entry_point"]) for row in rows], rows)
     assert [(row["entry_point"], v) for v, row in zip(verdicts, rows, strict=True) if v.solved or v.value is None] == []
 

@@ -25,9 +25,9 @@ needs_deepspeed = pytest.mark.skipif(
 )
 NIGHTLY = {
     *(("sft", "zero1"), ("sft", "zero2-offload"), ("sft", "fsdp-offload"), ("kto", "zero2"), ("convert", "zero1"), ("convert", "zero2")),
-    *(("tokens", "fsdp"), ("tokens", "zero3")),
+    *(("tokens", "fsdp"), ("tokens", "zero3"), ("sft", "zero2"), ("kto", "fsdp"), ("convert", "fsdp"), ("convert-blocks", "zero2")),
 }
-"""What other runs cover in part: each mode, and each verb under FSDP and DeepSpeed, is among those that remain."""
+"""What other runs cover in part: each mode, and each trainer under FSDP and DeepSpeed, is among those that remain."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import multiprocessing
 import os
 import signal
@@ -25,11 +26,11 @@ def without_flock(_: int) -> bool:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-HOLD = """
-import os, sys, time
+HOLD = f"""
+import errno, os, sys, time
 from pathlib import Path
 import filelock._unix
-from tests.training.resume.test_lock import without_flock
+{inspect.getsource(without_flock)}
 from unmask.training.resume.lock import sole_run
 if "soft" in sys.argv:
     filelock._unix.lock_fd_nonblocking = without_flock
