@@ -129,7 +129,7 @@ def evaluate_with_harness(
     shown = {name: value for name, value in given.items() if name not in ("use_cache", "cache_requests")}
     used = {"harness": f"lm-eval {importlib.metadata.version('lm_eval')}", **model.protocol, **shown}
     scores = [task_scores(name, task, found, used | model.record_of(name)) for name, task in loaded["tasks"].items()]
-    return scores + [group_scores(name, found, used) for name in found.get("groups", {})]
+    return scores + [group_scores(loaded["groups"][name], scores, found, used) for name in found.get("groups", {})]
 
 
 def _prompts_of(model: HarnessLM, tasks: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from lm_eval.api.group import Group
 from lm_eval.utils import handle_non_serializable
 
 from unmask.evaluation.harness.answers import LogLikelihood, Text
@@ -34,7 +35,7 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
     for filter_name, samples in by_filter.items():
         errors = _mask_errors(task, samples)
         for metric in dict.fromkeys(metric for sample in samples for metric in sample["metrics"]):
-            title = metric if filter_name == "none" else f"{metric}, {filter_name}"
+            title = _title(metric, filter_name)
             found = [sample for sample in samples if metric in sample["metrics"]]
             aggregate = _aggregate(task, metric)
             values = [sample[metric] for sample in found]
@@ -57,11 +58,21 @@ def task_scores(name: str, task: Any, results: Mapping[str, Any], protocol: Mapp
     return TaskScores(task=name, protocol={**protocol, **own}, metrics=metrics, statuses={"ok": len(items)}, items=items)
 
 
-def group_scores(name: str, results: Mapping[str, Any], protocol: Mapping[str, Any]) -> TaskScores:
-    """The scores that lm-eval aggregates over the tasks of a group."""
-    numbers = {key: value for key, value in results["groups"][name].items() if "," in key and isinstance(value, int | float)}
-    metrics = {key.removesuffix(",none").replace(",", ", "): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
-    return TaskScores(task=name, protocol={**protocol, "tasks": list(results["group_subtasks"].get(name, []))}, metrics=metrics)
+def group_scores(group: Group, tasks: Sequence[TaskScores], results: Mapping[str, Any], protocol: Mapping[str, Any]) -> TaskScores:
+    """The scores that lm-eval aggregates over the tasks of a group, here from the means of `task_scores`."""
+    scores_of_tasks = {name: dict(scores) for name, scores in results["results"].items()}
+    for task in tasks:
+        for key in scores_of_tasks[task.task]:
+            if "," in key and (title := _title(*key.split(","))) in task.metrics:
+                scores_of_tasks[task.task][key] = task.metrics[title].mean
+    numbers = {key: value for key, value in group.aggregate(scores_of_tasks).items() if "," in key and isinstance(value, int | float)}
+    metrics = {_title(*key.split(",")): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
+    own = {"tasks": list(results["group_subtasks"].get(group.name, []))}
+    return TaskScores(task=group.name, protocol={**protocol, **own}, metrics=metrics)
+
+
+def _title(metric: str, filter_name: str) -> str:
+    return metric if filter_name == "none" else f"{metric}, {filter_name}"
 
 
 def _aggregate(task: Any, metric: str) -> Aggregate:
