@@ -257,6 +257,25 @@ def test_a_killed_evaluation_goes_on(model, tmp_path):
     killed_and_resumed(model, tmp_path, [8], [*DRAWN, "--rows", "60"])
 
 
+@pytest.mark.slow
+def test_two_evaluations_at_once_do_not_write_one_output(model, tmp_path):
+    command = ["evaluate", model, *DRAWN, "--rows", "4", "--output"]
+    unmask(*command, tmp_path / "alone.json")
+    stopped = KILLED.replace("SIGKILL", "SIGSTOP")
+    first = subprocess.Popen([sys.executable, "-c", stopped, "1", *command, str(tmp_path / "out.json")], stdout=subprocess.DEVNULL)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # in the middle
+        error = refused(*command, tmp_path / "out.json")
+        assert f"out.json: process {first.pid} on " in error and "is running here. Wait for it" in error
+        assert "is running here" in refused(*command, tmp_path / "out.json", "--overwrite", "--seed", 6)
+        first.send_signal(signal.SIGCONT)
+        assert first.wait() == 0
+    finally:
+        first.kill()
+    assert lasting(read_result(tmp_path / "out.json")) == lasting(read_result(tmp_path / "alone.json"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "out.json"]
+
+
 def text_of_forty(folder: Path) -> list[str]:
     """The options that measure its likelihood."""
     (folder / "text.txt").write_text("\n\n".join(str(10**10 + 123456789 * number)[1:].translate(DIGITS) for number in range(40)))

@@ -76,7 +76,7 @@ def evaluate(
     if evaluation.against is not None:
         evaluate_against(model, evaluation, sampler, output, processes, overwrite=overwrite)
         return
-    result = run_evaluation(model, evaluation, sampler, output, import_harness, processes)
+    result = run_evaluation(model, evaluation, sampler, output, import_harness, processes, replace=overwrite)
     processes.end()
     if evaluation.curve:
         show_curves(result.tasks, model.path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +34,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
+from unmask.training.distributed import alone_with
 from unmask.training.durable.launchers import check_processes
 
 
@@ -117,10 +118,28 @@ def evaluate(
     Raises:
         ConfigError: an unknown task, settings that do not fit one another, or an output that may not be replaced.
         DataError: a file is missing or malformed, items beside the output are of another evaluation, or `expected` is of another model.
+        TrainingError: another evaluation writes the output.
     """
-    begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
+    with contextlib.nullcontext() if output is None else alone_with(output):
+        return _evaluate(model, evaluation, sampler, output, harness, processes, reuse=reuse, replace=replace, expected=expected)
+
+
+def _evaluate(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None,
+    harness: Harness | None,
+    processes: Processes,
+    *,
+    reuse: bool,
+    replace: bool,
+    expected: EvaluationResult | None,
+) -> EvaluationResult:
+    """`evaluate`, where no other process writes the output."""
+    begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     parts = prepare(evaluation, sampler, harness)
     lm = load(model.path, **model.load_arguments())
     parts = {name: part.fitted(lm) for name, part in parts.items()}
@@ -174,7 +193,7 @@ def _unchanged(
     return there if same and (there.model, there.arguments) == (model, arguments) else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Iterator[None]:
     """Note the time of the body for each of the scores that it adds."""
     before, start = set(scores), time.perf_counter()

@@ -25,7 +25,7 @@ from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
 from unmask.data.report import data_reports
-from unmask.evaluation.provenance import write_result_of_run
+from unmask.evaluation.provenance import EVALUATION, write_result_of_run
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
@@ -190,5 +190,8 @@ def forget_earlier_run(output: Path) -> None:
             path.unlink()
         elif re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
-    for name in (LOG_NAME, COMPLETIONS_FILE, RESULT, result_before(Path(RESULT)).name):
+    for name in (LOG_NAME, COMPLETIONS_FILE, EVALUATION):
         (output / name).unlink(missing_ok=True)
+    for name in (RESULT, result_before(Path(RESULT)).name):
+        for path in output.glob(f"{name}*"):  # with the items and answers that a killed evaluation left beside it
+            path.unlink()
