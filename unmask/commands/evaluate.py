@@ -7,15 +7,14 @@ import glob
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from accelerate import PartialState
 from pydantic import BaseModel
 
+from unmask.commands.processes import ALONE, Processes
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
@@ -35,7 +34,6 @@ from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
 from unmask.training.distributed import alone_with
-from unmask.training.durable.launchers import check_processes
 
 
 class Part(NamedTuple):
@@ -60,36 +58,6 @@ class Part(NamedTuple):
         return part
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The processes of a launcher, of which the first writes."""
-
-    rank: int = 0
-    count: int = 1
-
-    @classmethod
-    def of_launcher(cls, device: str) -> Processes:
-        """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
-        found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        check_processes(PartialState(cpu=device == "cpu").num_processes if found.count > 1 else 1)
-        return found
-
-    def wait(self) -> None:
-        if self.count > 1:
-            PartialState().wait_for_everyone()
-
-    def log(self, output: Path, identity: Mapping[str, Any]) -> ItemLog:
-        """The items that they share, beside the output."""
-        return ItemLog(output, identity, rank=self.rank, processes=self.count, wait=self.wait)
-
-    def end(self) -> None:
-        """A process aborts if it exits while others still communicate with it."""
-        if self.count > 1:
-            self.wait()
-            PartialState().destroy_process_group()
-
-
-ALONE = Processes()
 Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 

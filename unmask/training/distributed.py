@@ -101,7 +101,7 @@ def alone_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def alone_with(output: Path) -> Iterator[None]:
-    """Inside, no other evaluation writes this result file, or keeps its items beside it. Raises TrainingError on all processes if one does."""
+    """Inside, no other evaluation writes this result, or keeps items beside it. Raises TrainingError on all processes if one does."""
     with _entered_together(sole_writer(output, output.with_name(f"{output.name}.lock")), "--output"):
         yield
 

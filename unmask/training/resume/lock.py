@@ -1,4 +1,4 @@
-"""One run per output folder, one evaluation per result file: a lock on a file, which the system releases when the process that holds it dies.
+"""One run per output folder, one evaluation per result: a lock on a file, which the system releases when the process that holds it dies.
 
 Where a file system has no `flock`, the file itself is the lock: filelock compares the process that it names with those that run.
 """
