@@ -208,11 +208,16 @@ def test_a_result_file_runs_no_code_of_a_model(model, tmp_path):
 def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
     output = tmp_path / "out.json"
     unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
-    for section, message in (("m", "arguments.model is no object"), ({"path": model, "layers": 2}, "layers")):
+    for section, message in (
+        ("m", "other.json: arguments.model is no object"),
+        ({"path": model, "layers": 2}, "other.json, arguments.model: layers is not a known key"),
+        ({}, "other.json, arguments.model: path is required and not set"),
+    ):
         written = json.loads(output.read_text())
         written["arguments"]["model"] = section
         (tmp_path / "other.json").write_text(json.dumps(written))
-        assert message in refused("evaluate", "--rerun", tmp_path / "other.json")
+        error = refused("evaluate", "--rerun", tmp_path / "other.json")
+        assert message in error and "Give a file that" in error
 
 
 def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
@@ -58,6 +58,7 @@ class Part(NamedTuple):
         return part
 
 
+Section = TypeVar("Section", bound=Config)
 Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 
@@ -319,12 +320,12 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     before = read_result(path)
     if not before.arguments:
         raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
-    model, evaluation, sampler = (_section(before, name, path) for name in ("model", "evaluation", "sampler"))
-    if model.get("trust_remote_code"):
+    model = _section(before, "model", ModelConfig, path)
+    evaluation, sampler = _section(before, "evaluation", EvaluationConfig, path), _section(before, "sampler", SamplerConfig, path)
+    if model.trust_remote_code:
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    sections = ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler)
-    return before, evaluate(*sections, harness=harness, expected=before)
+    return before, evaluate(model, evaluation, sampler, harness=harness, expected=before)
 
 
 def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any]) -> None:
@@ -338,11 +339,17 @@ def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any
     raise DataError(what, where=str(now["path"]), remedy=remedy)
 
 
-def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
+def _section(result: EvaluationResult, name: str, kind: type[Section], path: Path) -> Section:
+    """Options in a file. Raises DataError for those that this version does not have, or that are missing."""
     section = result.arguments.get(name, {})
+    remedy = "Give a file that `unmask evaluate --output FILE` of this version wrote, or the evaluation's own options"
     if not isinstance(section, dict):
-        raise DataError(f"arguments.{name} is no object", where=str(path), remedy="Give a file that `unmask evaluate --output FILE` wrote.")
-    return section
+        raise DataError(f"arguments.{name} is no object", where=str(path), remedy=remedy)
+    try:
+        return kind(**section)
+    except ConfigError as error:
+        what = f"{error.where} {error.what}" if error.where else error.what
+        raise DataError(what, where=f"{path}, arguments.{name}", remedy=remedy) from error
 
 
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:
