@@ -208,11 +208,16 @@ def test_a_result_file_runs_no_code_of_a_model(model, tmp_path):
 def test_arguments_of_another_kind_cannot_be_rerun(model, tmp_path):
     output = tmp_path / "out.json"
     unmask("evaluate", model, "--task", "sudoku", "--rows", 2, "--output", output)
-    for section, message in (("m", "arguments.model is no object"), ({"path": model, "layers": 2}, "layers")):
+    for section, message in (
+        ("m", "other.json: arguments.model is no object"),
+        ({"path": model, "layers": 2}, "other.json, arguments.model: layers is not a known key"),
+        ({}, "other.json, arguments.model: path is required and not set"),
+    ):
         written = json.loads(output.read_text())
         written["arguments"]["model"] = section
         (tmp_path / "other.json").write_text(json.dumps(written))
-        assert message in refused("evaluate", "--rerun", tmp_path / "other.json")
+        error = refused("evaluate", "--rerun", tmp_path / "other.json")
+        assert message in error and "Give a file that" in error
 
 
 def test_the_speed_is_that_of_the_items_asked_now(model, tmp_path):
@@ -255,6 +260,25 @@ def killed_and_resumed(model: str, folder: Path, kills: list[int], words: list[s
 
 def test_a_killed_evaluation_goes_on(model, tmp_path):
     killed_and_resumed(model, tmp_path, [8], [*DRAWN, "--rows", "60"])
+
+
+@pytest.mark.slow
+def test_two_evaluations_at_once_do_not_write_one_output(model, tmp_path):
+    command = ["evaluate", model, *DRAWN, "--rows", "4", "--output"]
+    unmask(*command, tmp_path / "alone.json")
+    stopped = KILLED.replace("SIGKILL", "SIGSTOP")
+    first = subprocess.Popen([sys.executable, "-c", stopped, "1", *command, str(tmp_path / "out.json")], stdout=subprocess.DEVNULL)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(first.pid, os.WUNTRACED)[1])  # in the middle
+        error = refused(*command, tmp_path / "out.json")
+        assert f"out.json: process {first.pid} on " in error and "is running here. Wait for it" in error
+        assert "is running here" in refused(*command, tmp_path / "out.json", "--overwrite", "--seed", 6)
+        first.send_signal(signal.SIGCONT)
+        assert first.wait() == 0
+    finally:
+        first.kill()
+    assert lasting(read_result(tmp_path / "out.json")) == lasting(read_result(tmp_path / "alone.json"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.json", "out.json"]
 
 
 def text_of_forty(folder: Path) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.commands.test_evaluate import refused, unmask
+from tests.commands.test_evaluate import KILLED, lasting, refused, unmask
 from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.training.tiny_runs import QUICK
+from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.demo import DemoSettings, small_model
+from unmask.errors import DataError
 from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
 from unmask.tasks import get_task
@@ -117,6 +122,38 @@ def test_a_conversion_says_in_its_card_what_it_kept(folder, tmp_path):
         and after.model["fingerprint"] != read_result(tmp_path / "run/retention.before.json").model["fingerprint"]
     )
     assert "what convert kept of" in unmask(*command, "training.max_steps=10", *measured, "--output", tmp_path / "run", "--resume")
+
+
+@pytest.mark.slow
+def test_a_run_killed_amid_its_retention_is_not_finished_and_goes_on(folder, tmp_path):
+    measured = [f"retention.likelihood={folder / 'text.txt'}", "retention.task=[sudoku]", "retention.rows=3", "sampler.steps=2"]
+    command = ["convert", "--model", folder / "causal", "--task", "sudoku", *QUICK, "data.max_rows=8", "data.eval_rows=2"]
+    command += ["training.max_steps=10", *measured, "--output"]
+    items = "10"  # three problems and three documents of the earlier model, three problems and a document of the trained one
+    process = subprocess.run([sys.executable, "-c", KILLED, items, *map(str, command), str(tmp_path / "killed")], capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    (run,) = find_runs([tmp_path])
+    assert run["state"] == "interrupted" and run["command"].endswith("--resume")
+    unmask(*command, tmp_path / "killed", "--resume")
+    unmask(*command, tmp_path / "whole")
+    assert [run["state"] for run in find_runs([tmp_path])] == ["finished", "finished"]
+    killed, whole = ({path.name for path in (tmp_path / name).iterdir()} for name in ("killed", "whole"))
+    assert killed == whole
+    model = json.loads((tmp_path / "whole/model/config.json").read_text())
+    assert json.loads((tmp_path / "killed/model/config.json").read_text()) == model and "retention" in model["unmask_history"][-1]
+    for name in ("retention.json", "retention.before.json"):
+        one, other = (read_result(tmp_path / run / name) for run in ("killed", "whole"))
+        assert lasting(one, model={}, arguments={}) == lasting(other, model={}, arguments={})
+        assert one.model["fingerprint"] == other.model["fingerprint"]
+
+
+def test_a_run_whose_retention_fails_is_not_finished(folder, tmp_path, monkeypatch):
+    command = ["convert", "--model", folder / "causal", "--task", "sudoku", *QUICK, "data.max_rows=8", "data.eval_rows=2"]
+    command += ["training.max_steps=10", "retention.task=sudoku", "retention.rows=1", "--output", tmp_path / "run"]
+    monkeypatch.setattr("unmask.commands.run.retention_of_run", lambda *_: (_ for _ in ()).throw(DataError("no data")))
+    assert "no data" in refused(*command)
+    (run,) = find_runs([tmp_path])
+    assert (run["state"], run["error"]) == ("failed", "no data")
 
 
 def test_what_a_run_is_to_measure_is_checked_before_it_trains(folder, tmp_path):

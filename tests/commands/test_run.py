@@ -85,12 +85,13 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     for name in ("checkpoint-10", "stage-2", "stage-photos", "checkpoint-of-mine", "my-stage-2", "stage-2-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    for name in ("stage-plan.md", "stage-3", "training_logs.json", "completions.jsonl"):
+    results = ["evaluation.json", "retention.json", "retention.before.json.items.jsonl", "retention.json.answers_rank0.db"]
+    for name in ("stage-plan.md", "stage-3", "retention.md", "training_logs.json", "completions.jsonl", *results):
         (tmp_path / name).write_text("x")
     (tmp_path / "checkpoint-99").symlink_to(tmp_path / "stage-photos")
     forget_earlier_run(tmp_path)
     assert (tmp_path / "stage-photos/file").exists()
-    left = ["checkpoint-of-mine", "my-stage-2", "stage-2-old", "stage-3", "stage-photos", "stage-plan.md"]
+    left = ["checkpoint-of-mine", "my-stage-2", "retention.md", "stage-2-old", "stage-3", "stage-photos", "stage-plan.md"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 

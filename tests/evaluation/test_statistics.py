@@ -185,3 +185,10 @@ def test_true_hypotheses_are_rejected_at_most_as_often_as_stated_also_of_many_wi
 def test_students_quantiles_are_those_of_the_tables(degrees, expected):
     assert statistics.student_quantile(0.975, degrees) == pytest.approx(expected, rel=0.012 if degrees < 5 else 1e-3)
     assert statistics.student_quantile(0.975, 0) == math.inf
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_bounds_of_an_infinite_statistic_are_infinite():
+    """As of a text with the mask token, which no model predicts."""
+    found = statistics.group_bootstrap(np.array([[math.inf, 1.0], [2.0, 1.0]]), lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], ["a", "b"])
+    assert (found.mean, found.low, found.high) == (math.inf, -math.inf, math.inf)

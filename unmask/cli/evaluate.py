@@ -17,7 +17,7 @@ from unmask.console import show_table
 from unmask.errors import ConfigError
 
 if TYPE_CHECKING:
-    from unmask.commands.evaluate import Processes
+    from unmask.commands.processes import Processes
     from unmask.evaluation.result_file import Metric, TaskScores
 
 
@@ -68,15 +68,16 @@ def evaluate(
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
     if output:
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
-    from unmask.commands.evaluate import Processes, refuse_unread
     from unmask.commands.evaluate import evaluate as run_evaluation
+    from unmask.commands.evaluate import refuse_unread
+    from unmask.commands.processes import Processes
 
     refuse_unread(evaluation, sampler)
     processes = Processes.of_launcher(model.device)
     if evaluation.against is not None:
         evaluate_against(model, evaluation, sampler, output, processes, overwrite=overwrite)
         return
-    result = run_evaluation(model, evaluation, sampler, output, import_harness, processes)
+    result = run_evaluation(model, evaluation, sampler, output, import_harness, processes, replace=overwrite)
     processes.end()
     if evaluation.curve:
         show_curves(result.tasks, model.path)

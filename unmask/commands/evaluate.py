@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from accelerate import PartialState
 from pydantic import BaseModel
 
+from unmask.commands.processes import ALONE, Processes
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
@@ -34,7 +33,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.redaction import masked, masked_text
 from unmask.tasks import Row, Task, get_task
-from unmask.training.durable.launchers import check_processes
+from unmask.training.distributed import alone_with
 
 
 class Part(NamedTuple):
@@ -59,36 +58,7 @@ class Part(NamedTuple):
         return part
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The processes of a launcher, of which the first writes."""
-
-    rank: int = 0
-    count: int = 1
-
-    @classmethod
-    def of_launcher(cls, device: str) -> Processes:
-        """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
-        found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        check_processes(PartialState(cpu=device == "cpu").num_processes if found.count > 1 else 1)
-        return found
-
-    def wait(self) -> None:
-        if self.count > 1:
-            PartialState().wait_for_everyone()
-
-    def log(self, output: Path, identity: Mapping[str, Any]) -> ItemLog:
-        """The items that they share, beside the output."""
-        return ItemLog(output, identity, rank=self.rank, processes=self.count, wait=self.wait)
-
-    def end(self) -> None:
-        """A process aborts if it exits while others still communicate with it."""
-        if self.count > 1:
-            self.wait()
-            PartialState().destroy_process_group()
-
-
-ALONE = Processes()
+Section = TypeVar("Section", bound=Config)
 Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 
@@ -117,10 +87,28 @@ def evaluate(
     Raises:
         ConfigError: an unknown task, settings that do not fit one another, or an output that may not be replaced.
         DataError: a file is missing or malformed, items beside the output are of another evaluation, or `expected` is of another model.
+        TrainingError: another evaluation writes the output.
     """
-    begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     if processes.count > 1 and output is None:
         raise ConfigError("several processes share their items through files", where="--output", remedy="Give --output FILE")
+    with contextlib.nullcontext() if output is None else alone_with(output):
+        return _evaluate(model, evaluation, sampler, output, harness, processes, reuse=reuse, replace=replace, expected=expected)
+
+
+def _evaluate(
+    model: ModelConfig,
+    evaluation: EvaluationConfig,
+    sampler: SamplerConfig,
+    output: Path | None,
+    harness: Harness | None,
+    processes: Processes,
+    *,
+    reuse: bool,
+    replace: bool,
+    expected: EvaluationResult | None,
+) -> EvaluationResult:
+    """`evaluate`, where no other process writes the output."""
+    begun, start = datetime.now(UTC).isoformat(timespec="seconds"), time.perf_counter()
     parts = prepare(evaluation, sampler, harness)
     lm = load(model.path, **model.load_arguments())
     parts = {name: part.fitted(lm) for name, part in parts.items()}
@@ -174,7 +162,7 @@ def _unchanged(
     return there if same and (there.model, there.arguments) == (model, arguments) else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _timed(scores: Mapping[str, TaskScores], seconds: dict[str, float]) -> Iterator[None]:
     """Note the time of the body for each of the scores that it adds."""
     before, start = set(scores), time.perf_counter()
@@ -332,12 +320,12 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     before = read_result(path)
     if not before.arguments:
         raise DataError("was made by training, not by `unmask evaluate`", where=str(path), remedy="Evaluate the model that it was made of.")
-    model, evaluation, sampler = (_section(before, name, path) for name in ("model", "evaluation", "sampler"))
-    if model.get("trust_remote_code"):
+    model = _section(before, "model", ModelConfig, path)
+    evaluation, sampler = _section(before, "evaluation", EvaluationConfig, path), _section(before, "sampler", SamplerConfig, path)
+    if model.trust_remote_code:
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
-    sections = ModelConfig(**model), EvaluationConfig(**evaluation), SamplerConfig(**sampler)
-    return before, evaluate(*sections, harness=harness, expected=before)
+    return before, evaluate(model, evaluation, sampler, harness=harness, expected=before)
 
 
 def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any]) -> None:
@@ -351,11 +339,17 @@ def _refuse_other_model(expected: EvaluationResult | None, now: Mapping[str, Any
     raise DataError(what, where=str(now["path"]), remedy=remedy)
 
 
-def _section(result: EvaluationResult, name: str, path: Path) -> dict[str, Any]:
+def _section(result: EvaluationResult, name: str, kind: type[Section], path: Path) -> Section:
+    """Options in a file. Raises DataError for those that this version does not have, or that are missing."""
     section = result.arguments.get(name, {})
+    remedy = "Give a file that `unmask evaluate --output FILE` of this version wrote, or the evaluation's own options"
     if not isinstance(section, dict):
-        raise DataError(f"arguments.{name} is no object", where=str(path), remedy="Give a file that `unmask evaluate --output FILE` wrote.")
-    return section
+        raise DataError(f"arguments.{name} is no object", where=str(path), remedy=remedy)
+    try:
+        return kind(**section)
+    except ConfigError as error:
+        what = f"{error.where} {error.what}" if error.where else error.what
+        raise DataError(what, where=f"{path}, arguments.{name}", remedy=remedy) from error
 
 
 def differences(before: EvaluationResult, after: EvaluationResult) -> tuple[list[tuple[str, str, str]], list[tuple[str, str, str]]]:

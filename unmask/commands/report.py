@@ -14,6 +14,7 @@ from unmask.artifacts import MetricsLog
 from unmask.commands.run_folder import MANIFEST
 from unmask.commands.runs import find_runs
 from unmask.errors import DataError, first_line
+from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import Report
 from unmask.evaluation.report.scores import Result
@@ -21,7 +22,7 @@ from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, read_result
 from unmask.training.run_log import LOG_NAME
 
-MODEL_FOLDER, EVALUATION = "model", "evaluation.json"
+MODEL_FOLDER = "model"
 
 
 @dataclass(frozen=True)

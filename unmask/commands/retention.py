@@ -11,8 +11,9 @@ from accelerate import PartialState
 from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.commands.evaluate import ALONE, Harness, Part, Processes, evaluate, prepare
+from unmask.commands.evaluate import Harness, Part, evaluate, prepare
 from unmask.commands.inputs import read_pattern, without_folder
+from unmask.commands.processes import ALONE, Processes
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.errors import ConfigError

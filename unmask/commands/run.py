@@ -25,14 +25,13 @@ from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
 from unmask.data.report import data_reports
-from unmask.evaluation.provenance import write_result_of_run
+from unmask.evaluation.provenance import EVALUATION, write_result_of_run
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.distributed import alone_in
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
 from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
@@ -100,19 +99,21 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: 
     output = Path(config.output_dir)
     resumes = resumes_in_place(output, resume)
     with naming_lost_process(output), StopOnSignal(output, resumes=resumes, overwrites=config.overwrite and not resumes) as stop:
-        _run(verb, config, resume, stop, check_retention(config, harness))
+        folder = _run(verb, config, resume, stop, check_retention(config, harness))
     processes, found = PartialState(), None
     if config.retention is not None:
         gc.collect()  # the trainer, whose memory two models need now
-        with naming_lost_process(output), alone_in(output):
+        with naming_lost_process(output), folder.locked():
             found = retention_of_run(config, output / TRAINED_MODEL, harness)
+            folder.finish()
     # A process aborts if it exits while others still communicate with it.
     processes.wait_for_everyone()
     processes.destroy_process_group()
     return found
 
 
-def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]) -> None:
+def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, retained: Mapping[str, Part]) -> RunFolder:
+    """Train and save the model. The run is then finished, unless its retention is to be measured."""
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
     folder = RunFolder(verb, config, args, resume)
@@ -152,7 +153,9 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
                 kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
                 evaluated = load(output / TRAINED_MODEL, device=str(args.device), **kept)
             write_result_of_run(output, evaluated, output / TRAINED_MODEL, evaluate_task(evaluated, task, held_out, config.sampler))
-        folder.finish()
+        if config.retention is None:
+            folder.finish()
+    return folder
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
@@ -187,5 +190,8 @@ def forget_earlier_run(output: Path) -> None:
             path.unlink()
         elif re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
-    for name in (LOG_NAME, COMPLETIONS_FILE, RESULT, result_before(Path(RESULT)).name):
+    for name in (LOG_NAME, COMPLETIONS_FILE, EVALUATION):
         (output / name).unlink(missing_ok=True)
+    for name in (RESULT, result_before(Path(RESULT)).name):
+        for path in output.glob(f"{name}*"):  # with the items and answers that a killed evaluation left beside it
+            path.unlink()

@@ -58,7 +58,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, no other run can write here, and the manifest gets the state in which the run ends.
+        """As `locked`, for a run that begins or is resumed.
 
         Raises:
             TrainingError: another run is here, or was here since the folder was checked, or this is a part of another; or there is no run
@@ -69,12 +69,18 @@ class RunFolder:
             refuse_nothing(self.path)
         if not self.in_place:
             _refuse_inside(self.path)
-        with alone_in(self.path), contextlib.ExitStack() as stack:
-            stack.push(self._end)
+        with self.locked():
             check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
             if self.resume:
                 RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
+            yield
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Inside, no other run can write here, and the manifest gets the state in which the run ends."""
+        with alone_in(self.path), contextlib.ExitStack() as stack:
+            stack.push(self._end)
             yield
 
     def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:
@@ -106,7 +112,7 @@ class RunFolder:
         self._write_state("finished")
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Record that the run is not finished: the exit callback of `held`."""
+        """Record that the run is not finished: the exit callback of `locked`."""
         with contextlib.suppress(OSError):  # of a full disk, which may be what ended the run
             if isinstance(error, Exception):
                 self._write_state("failed", error=" ".join(str(error).split()))

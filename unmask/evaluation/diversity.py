@@ -73,7 +73,7 @@ def self_bleu(texts: Sequence[str], groups: Sequence[str]) -> Interval:
         raise DataError("there is one text only", where="self-bleu", remedy="Give at least two texts, or leave the metric out")
     bleu = BLEU(effective_order=True)
     scores = [bleu.sentence_score(text, [*texts[:index], *texts[index + 1 :]]).score / 100 for index, text in enumerate(texts)]
-    return mean_interval(scores, groups)
+    return mean_interval([min(score, 1.0) for score in scores], groups)  # that of equal texts is rounded to more than 1
 
 
 class Perplexity(NamedTuple):

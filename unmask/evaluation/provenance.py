@@ -12,6 +12,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 from unmask.redaction import masked_text
 
+EVALUATION = "evaluation.json"
+"""The result of a training run's model, in the run's folder."""
+
 
 def model_identity(lm: DiffusionLM, path: str, revision: str | None = None) -> dict[str, Any]:
     """A model by its path, revision, a hash of its weights, their dtype, and its attention pattern."""
@@ -30,4 +33,4 @@ def write_result_of_run(folder: Path, lm: DiffusionLM, model: Path, result: Task
     """Write the result of a training run's model on its task as `evaluation.json` in the run's folder."""
     parts = [result.to_scores()]
     whole = EvaluationResult(model=model_identity(lm, str(model)), arguments={}, tasks=parts, environment=environment(lm))
-    whole.write(folder / "evaluation.json")
+    whole.write(folder / EVALUATION)

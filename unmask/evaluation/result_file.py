@@ -169,9 +169,11 @@ def read_result(path: str | Path) -> EvaluationResult:
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an endless number, lists in lists without end
         raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
     version = content.get("format") if isinstance(content, dict) else None
+    if not isinstance(version, int):
+        raise DataError("is no result", where=str(path), remedy=remedy)
     if version != FORMAT:
-        what = "is no result" if version is None else f"is of format {version}, and this version of Unmask reads {FORMAT}"
-        raise DataError(what, where=str(path), remedy=remedy if version is None else "Run the evaluation again with this version.")
+        what = f"is of format {version}, and this version of Unmask reads {FORMAT}"
+        raise DataError(what, where=str(path), remedy="Run the evaluation again with this version.")
     try:
         return EvaluationResult.model_validate(content)
     except pydantic.ValidationError as error:

@@ -93,13 +93,14 @@ def group_bootstrap(
     groups: Sequence[int] | Sequence[str],
     samples: int = SAMPLES,
 ) -> Interval:
-    """As `group_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]."""
+    """As `group_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]. The
+    bounds of a statistic that is not finite are infinite."""
     names, group_of_row = np.unique(np.asarray(groups), return_inverse=True)
     if group_of_row.shape != values_NC.shape[:1]:
         what = f"{group_of_row.size} groups for {len(values_NC)} values"
         raise DataError(what, remedy="Give one group (a number or a string) per value")
     value, num_groups = float(statistic(values_NC.sum(axis=0, keepdims=True))[0]), len(names)
-    if num_groups == 1:
+    if num_groups == 1 or not math.isfinite(value):
         return Interval(value, -math.inf, math.inf)
     sums_CG = [np.bincount(group_of_row, weights=values_N) for values_N in values_NC.T]
     rng = np.random.default_rng(0)

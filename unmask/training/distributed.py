@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.resume.lock import sole_run
+from unmask.training.resume.lock import sole_run, sole_writer
 
 Found = TypeVar("Found")
 
@@ -95,7 +95,20 @@ def from_first(find: Callable[[], Found]) -> Found:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on all."""
+    with _entered_together(sole_run(folder), "output_dir"):
+        yield
+
+
+@contextmanager
+def alone_with(output: Path) -> Iterator[None]:
+    """Inside, no other evaluation writes this result, or keeps items beside it. Raises TrainingError on all processes if one does."""
+    with _entered_together(sole_writer(output, output.with_name(f"{output.name}.lock")), "--output"):
+        yield
+
+
+@contextmanager
+def _entered_together(lock: AbstractContextManager[None], where: str) -> Iterator[None]:
     with ExitStack() as stack:
-        with failing_together("output_dir"):
-            stack.enter_context(sole_run(folder))
+        with failing_together(where):
+            stack.enter_context(lock)
         yield

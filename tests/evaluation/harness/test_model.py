@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import sys
+from unittest import mock
 
 import lm_eval
 import pytest
@@ -261,6 +262,26 @@ def test_several_answers_to_a_prompt_are_not_kept_as_one(tmp_path):
         run("silent", use_cache=str(tmp_path / "silent_answers"))
     kept = {"use_cache": str(tmp_path / "answers")}
     assert run("drawn", **kept) == run("drawn", **kept) == run("drawn")
+
+
+def test_answers_are_kept_by_question(tmp_path):
+    """A choice has common masks with the others of its question: what is kept of one question is no answer in another one."""
+    first = {"q": "ab", "choices": ["abab", "bba"], "gold": 0}
+    questions = [first, {"q": "ab", "choices": ["abab", "abba"], "gold": 0}, first | {"gold": 1}]
+    write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, questions)
+
+    def run(limit=None, **options):
+        manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+        model = HarnessLM(toy.toy(), samples=9)
+        found = lm_eval.simple_evaluate(model=model, tasks=["small"], task_manager=manager, bootstrap_iters=0, limit=limit, **options)
+        return [sample["resps"] for sample in found["samples"]["small"]]
+
+    alone, kept = run(), {"use_cache": str(tmp_path / "answers")}
+    assert alone[0][0] != alone[1][0] and alone[0] == alone[2]  # one request, two questions
+    assert run(limit=1, **kept) == alone[:1]
+    assert run(**kept) == alone
+    with mock.patch.object(HarnessLM, "_estimate", side_effect=AssertionError("was asked again")):
+        assert run(**kept) == alone
 
 
 def test_a_loaded_model_is_an_argument(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -54,6 +55,25 @@ def test_intervals_and_marks_are_placed():
     assert drawn.marks == [(0.5, "stage 2")] and drawn.series[0].summary == "50.0% → 75.0%"
     assert drawn.series[0].bars == [(0.0, 1000.0, pytest.approx(300.0))]
     assert [label for _, label in drawn.y_ticks] == ["30%", "40%", "50%", "60%", "70%"]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, 1e308), (2, -1e308), (3, 5.0)],  # their difference is infinite
+        [(10**18, 1e17)],  # plus and minus 0.5 is the same number
+        [(10**15 + step, 1 + step * 2.3e-16) for step in range(4)],  # differences are rounding errors
+        [(1, 5e-324), (2, 1e-300), (3, 1e299)],
+        [(0, 0.0), (0, 0.0)],
+    ],
+)
+def test_values_of_any_size_can_be_drawn(points):
+    drawn = geometry.draw_chart(chart(line(points)))
+    for ticks in (drawn.x_ticks, drawn.y_ticks):
+        at = [position for position, _ in ticks]
+        assert 1 <= len(at) <= 8 and at == sorted(set(at)) and all(-1e-6 <= position <= 1 + 1e-6 for position in at)
+        assert all(right - left > 0.05 for left, right in pairwise(at))
+    assert all(0 <= x <= 1000 and -0.1 <= y <= 1000.1 for pair in drawn.series[0].line.split() for x, y in [map(float, pair.split(","))])
 
 
 def test_a_chart_without_a_finite_value_is_left_out():

@@ -169,14 +169,25 @@ class HarnessLM(TemplateLM):
         with self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm) as shown:
             for _, some in itertools.groupby(shown, key=lambda pair: _question(pair[0])):
                 requests_of, keys_of = zip(*some, strict=True)
-                finished = self._answer(requests_of, keys_of)
-                for request, answer in zip(requests_of, finished, strict=True):  # a question is kept whole, or not at all
-                    self.cache_hook.add_partial("loglikelihood", request.args, answer)
-                answers += finished
+                answers += self._answer_once(requests_of, keys_of)
+        return answers
+
+    def _answer_once(self, requests: Sequence[Instance], keys: Sequence[int]) -> list[tuple[float, bool]]:
+        """The answers to the requests of a question, which lm-eval's file keeps whole: the masks of a choice are those of its question, and
+        an answer in one question is none in another."""
+        kept = self.cache_hook.dbdict
+        if kept is None:
+            return self._answer(requests, keys)
+        asked = json.dumps([requests[0].task_name, *keys, *(request.args for request in requests)])
+        name = f"question {hashlib.sha256(asked.encode()).hexdigest()}"
+        if name not in kept:
+            kept[name] = self._answer(requests, keys)
+        answers: list[tuple[float, bool]] = kept[name]
         return answers
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Keep answers in a file of lm-eval. It knows a request by its text alone, so the file notes the model and its settings.
+        Likelihoods are kept by question, and what lm-eval has kept of them by request is removed.
 
         Raises:
             DataError: the file has the answers of another model, or of other settings.
@@ -194,6 +205,8 @@ class HarnessLM(TemplateLM):
             raise DataError(
                 f"has answers of another evaluation ({', '.join(changed)})", where=f"use_cache {answers.filename}", remedy=remedy
             )
+        for name in [name for name, answer in answers.items() if isinstance(answer, tuple)]:
+            del answers[name]
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
         return [self._score(context, continuation, sequence_key(context)) for _, context, continuation in requests]

@@ -16,6 +16,8 @@ from unmask.evaluation.report.content import Chart, Denoising, HeatMap, Series
 POINTS_DRAWN = 240
 LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value from which an axis is logarithmic
 SHADES = 10  # of a heat map
+LARGEST = 1e300  # beyond, sums and differences of two values are no longer finite
+RESOLUTION = 1e-9  # of an axis: it spans at least this fraction of its largest value
 
 
 class Axis:
@@ -31,7 +33,8 @@ class Axis:
         self.log = log and min(values) > 0 and max(values) > LOG_SCALE_FROM * min(values)
         self.percent = percent
         low, high = self._scaled(min(values)), self._scaled(max(values))
-        margin = 0.5 if low == high else 0.0
+        finest = RESOLUTION * max(abs(low), abs(high))
+        margin = max(0.5, finest) if high - low <= finest else 0.0
         self.low, self.high = low - margin, high + margin
 
     def at(self, value: float) -> float:
@@ -81,11 +84,11 @@ class Curve(NamedTuple):
 
 
 def curve_of(series: Series) -> Curve | None:
-    """The curve of a log: means of neighbouring steps, and their moving average. None: it has no finite value."""
-    finite = [point for point in series.points if math.isfinite(point[0]) and math.isfinite(point[1])]
-    if not finite:
+    """The curve of a log: means of neighbouring steps, and their moving average. None: it has no value that can be drawn."""
+    drawable = [point for point in series.points if all(map(_is_drawable, point))]
+    if not drawable:
         return None
-    points_N2 = np.asarray(sorted(finite), dtype=np.float64)
+    points_N2 = np.asarray(sorted(drawable), dtype=np.float64)
     bins = np.array_split(points_N2, min(POINTS_DRAWN, len(points_N2)))
     steps, values = np.array([points.mean(axis=0) for points in bins]).T
     if series.bounds:
@@ -94,6 +97,10 @@ def curve_of(series: Series) -> Curve | None:
     # The edges are repeated so that the trend spans the whole curve.
     trend = np.convolve(np.pad(values, window // 2, mode="edge"), np.full(window, 1 / window), mode="valid")
     return Curve(steps, values, np.clip(trend, values.min(), values.max()))  # a mean may round to a value outside
+
+
+def _is_drawable(value: float) -> bool:
+    return abs(value) <= LARGEST  # not if it is NaN
 
 
 class DrawnSeries(NamedTuple):
@@ -127,11 +134,11 @@ class DrawnChart(NamedTuple):
 
 
 def draw_chart(chart: Chart) -> DrawnChart | None:
-    """Lay a chart out; None: no series has a finite value."""
+    """Lay a chart out; None: no series has a value that can be drawn."""
     curves = [(series, curve) for series in chart.series if (curve := curve_of(series)) is not None]
     if not curves:
         return None
-    ends = [end for series, _ in curves for bounds in series.bounds for end in bounds if math.isfinite(end)]
+    ends = [end for series, _ in curves for bounds in series.bounds for end in bounds if _is_drawable(end)]
     x = Axis([float(step) for _, curve in curves for step in curve.steps])
     y = Axis([*(float(value) for _, curve in curves for value in curve.values), *ends], log=True, percent=chart.percent)
     drawn = [_draw_series(series, curve, x, y, chart.percent) for series, curve in curves]
@@ -146,7 +153,7 @@ def _draw_series(series: Series, curve: Curve, x: Axis, y: Axis, percent: bool) 
     bars = [
         (round(1000 * x.at(step), 1), round(1000 - 1000 * y.at(low), 1), round(1000 - 1000 * y.at(high), 1))
         for (step, value), (low, high) in zip(series.points, series.bounds, strict=False)
-        if all(map(math.isfinite, (step, value, low, high)))
+        if all(map(_is_drawable, (step, value, low, high)))
     ]
     first, last = (f"{end:.1%}" if percent else f"{end:.3g}" for end in (curve.trend[0], curve.trend[-1]))
     summary = minus(last if len(curve.steps) == 1 else f"{first} → {last}")

@@ -1,4 +1,4 @@
-"""One run per output folder: a lock on a file, which the system releases when the process that holds it dies.
+"""One run per output folder, one evaluation per result: a lock on a file, which the system releases when the process that holds it dies.
 
 Where a file system has no `flock`, the file itself is the lock: filelock compares the process that it names with those that run.
 """
@@ -24,30 +24,38 @@ from unmask.redaction import masked_argument
 SECONDS = 0.25  # `is_running` holds a lock for a moment
 
 
+def sole_run(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """`sole_writer` of a run's folder."""
+    return sole_writer(folder, folder / LOCK_FILE)
+
+
 @contextlib.contextmanager
-def sole_run(folder: Path) -> Iterator[None]:
-    """Inside, no other process can enter with this folder; this one may again. The first process of a run locks for all of them. The folder
-    is created, and removed if nothing was written.
+def sole_writer(place: Path, path: Path) -> Iterator[None]:
+    """Inside, no other process can enter with the lock file `path`; this one may again. The first process of several locks for all of them.
+    The file's folder is created, and removed if nothing was written.
+
+    Args:
+        place: what is written, for the error.
 
     Raises:
-        TrainingError: another run holds the folder, or nothing can be written there.
+        TrainingError: another process writes there, or nothing can be written.
     """
     if not is_first_process():
         yield
         return
-    is_new, path = not folder.exists(), folder.resolve() / LOCK_FILE
+    is_new, path = not path.parent.exists(), path.parent.resolve() / path.name
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(path)
         lock.acquire(timeout=SECONDS)
         if isinstance(lock, FileLock) and lock.lock_counter == 1:
             command = shlex.join(map(masked_argument, sys.orig_argv))
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n{' '.join(command.split())[:200]}\n", encoding="utf-8")
     except Timeout as error:
-        raise _occupied(path) from error
+        raise _occupied(place, path) from error
     except OSError as error:
         what, remedy = f"cannot be written to ({error.strerror})", "Choose another output folder"
-        raise TrainingError(what, where=str(folder), remedy=remedy) from error
+        raise TrainingError(what, where=str(place), remedy=remedy) from error
     try:
         yield
     finally:
@@ -56,7 +64,7 @@ def sole_run(folder: Path) -> Iterator[None]:
         lock.release()
         if is_new:
             with contextlib.suppress(OSError):  # not empty
-                folder.rmdir()
+                path.parent.rmdir()
 
 
 def is_running(folder: Path) -> bool:
@@ -78,7 +86,7 @@ def _lock(path: Path) -> BaseFileLock:
     return FileLock(path, is_singleton=True, thread_local=False)
 
 
-def _occupied(path: Path) -> TrainingError:
+def _occupied(place: Path, path: Path) -> TrainingError:
     try:
         pid, host, command = read_file(path).splitlines()[:3]
     except (OSError, ValueError):  # it is being written
@@ -86,6 +94,4 @@ def _occupied(path: Path) -> TrainingError:
     else:
         who = f"process {pid} on {host} ({command})"
     unknown = "" if host == socket.gethostname() else f" (if it has ended, remove {path})"
-    return TrainingError(
-        f"{who} is running here", where=str(path.parent), remedy=f"Wait for it, end it, or choose another output folder{unknown}"
-    )
+    return TrainingError(f"{who} is running here", where=str(place), remedy=f"Wait for it, end it, or choose another output{unknown}")
