@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,9 @@ def served(lm: DiffusionLM, port: int = 0, api_key: str | None = None) -> Iterat
         server = uvicorn.Server(uvicorn.Config(make_app(lm, api_key), log_level="error", ws="none"))
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
+        while not server.started:  # until then the port refuses connections
+            assert thread.is_alive()
+            time.sleep(0.01)
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
