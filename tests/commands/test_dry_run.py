@@ -60,6 +60,7 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
         dry_run("convert", config)
 
 
+@pytest.mark.slow
 def test_a_teacher_is_planned_for(model, text, tmp_path):
     plain, taught = (run_config(model, text, tmp_path, max_steps=10, **more) for more in ({}, {"distillation": 1.0}))
     plans = [estimate_run(config, training_arguments("convert", config)) for config in (plain, taught)]
@@ -67,7 +68,7 @@ def test_a_teacher_is_planned_for(model, text, tmp_path):
     assert plans[1].peak - plans[0].peak == weights
 
 
-@pytest.mark.parametrize("verb", ["sft", "dpo"])
+@pytest.mark.parametrize("verb", ["dpo", pytest.param("sft", marks=pytest.mark.slow)])
 def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
     config = run_config(model, tmp_path, tmp_path)
     kept = {name: value for name, value in BLOCK.items() if name not in ("attention", "block_size")} | {"max_length": 64}

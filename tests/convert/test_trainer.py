@@ -213,7 +213,7 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
     assert equal(weights(trainer.lm), straight)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"])
 def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, adapters, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}

@@ -27,7 +27,7 @@ def test_a_cache_refreshed_at_every_step_is_exact(family, cache, logit_shift):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-@pytest.mark.parametrize("refresh_interval", [None, 2, 3])
+@pytest.mark.parametrize("refresh_interval", [None, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
     """A key of the first layer depends on its own token only, so any difference is a wrong position."""
     lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)

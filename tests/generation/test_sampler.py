@@ -32,7 +32,9 @@ def assert_same(one, other):
 
 
 @every_pattern
-@pytest.mark.parametrize("family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), ("gpt2", True)])
+@pytest.mark.parametrize(
+    "family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), pytest.param("gpt2", True, marks=pytest.mark.slow)]
+)
 @settings(max_examples=5)
 @given(data=st.data())
 def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size, logit_shift, data):

@@ -105,7 +105,7 @@ def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "kto"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "hinge"))])
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),
     [
@@ -206,7 +206,7 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
         assert found[number].item() == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, None])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5, None])
 @pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),

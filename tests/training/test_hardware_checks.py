@@ -319,7 +319,8 @@ def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_
 @pytest.mark.parametrize(
     ("verb", "attention", "block_size"),
     [
-        *[(verb, "bidirectional", None) for verb in ("sft", "dpo")],
+        ("sft", "bidirectional", None),
+        pytest.param("dpo", "bidirectional", None, marks=pytest.mark.slow),
         *[pytest.param(*case, marks=pytest.mark.slow) for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))],
         *[pytest.param("grpo", *pattern, marks=pytest.mark.slow) for pattern in (ATTENTIONS[0], ("causal", None))],
         pytest.param("convert", None, None, marks=pytest.mark.slow),

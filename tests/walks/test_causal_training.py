@@ -44,6 +44,7 @@ def test_training_with_all_its_optimizations(corpus):
     assert load("all/model").attention == "causal"  # and may be converted next
 
 
+@pytest.mark.slow
 def test_training_without_mixed_precision_and_with_memory_in_the_log(corpus):
     require_bfloat16()
     plain = pretrain(corpus, "plain", "training.max_steps=3", "training.bf16=false", "training.log_memory_usage=true")

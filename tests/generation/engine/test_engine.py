@@ -21,7 +21,7 @@ from unmask.generation.requests import make_requests
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
     """Each has its own settings; some are submitted later, some are cancelled."""

@@ -178,7 +178,7 @@ def test_gradients_reach_it(checkpointing):
 
 @pytest.mark.parametrize("context", [False, True])
 @pytest.mark.parametrize("shift", [False, True])
-@pytest.mark.parametrize("family", ["phi", "gpt2"])
+@pytest.mark.parametrize("family", ["phi", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 3), ("block_causal", 4)])
 def test_the_sampler_gives_the_tokens_of_the_reference(attention, block_size, family, shift, context):
     context &= attention == "block_causal"
