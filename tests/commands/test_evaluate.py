@@ -292,7 +292,7 @@ def test_a_killed_likelihood_goes_on(model, tmp_path):
     killed_and_resumed(model, tmp_path, [8], text_of_forty(tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_killed_again_and_again_goes_on(model, tmp_path):
     killed_and_resumed(model, tmp_path, [1, 4, 9, 40, 60], [*DRAWN, "--rows", "120"])
 

@@ -129,7 +129,7 @@ def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path)
 
 
 @needs_torchao
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounded_bfloat16_trains_as_float32_does_and_plain_bfloat16_worse(tmp_path, uncompiled):
     text = inspect.getsource(argparse)
     rows = [{"text": text[start : start + 200]} for start in range(0, len(text), 200)]

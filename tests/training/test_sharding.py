@@ -24,8 +24,11 @@ needs_deepspeed = pytest.mark.skipif(
     reason="needs DeepSpeed (the extra `deepspeed`), and a C++ compiler for what it builds on first use",
 )
 NIGHTLY = {
-    *(("sft", "zero1"), ("sft", "zero2-offload"), ("sft", "fsdp-offload"), ("kto", "zero2"), ("convert", "zero1"), ("convert", "zero2")),
-    *(("tokens", "fsdp"), ("tokens", "zero3"), ("sft", "zero2"), ("kto", "fsdp"), ("convert", "fsdp"), ("convert-blocks", "zero2")),
+    *[("sft", mode) for mode in ("zero1", "zero2", "zero2-offload", "fsdp-offload")],
+    *[("kto", mode) for mode in ("fsdp", "zero2")],
+    *[("convert", mode) for mode in ("fsdp", "zero1", "zero2")],
+    *[("tokens", mode) for mode in ("fsdp", "zero3")],
+    *[("convert-blocks", "zero2"), ("sequences", "ddp")],
 }
 """What other runs cover in part: each mode, and each trainer under FSDP and DeepSpeed, is among those that remain."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")

@@ -123,7 +123,7 @@ def test_ten_thousand_completions_are_valid():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("attention, block_size, width", [("bidirectional", None, 3), ("block_causal", 4, 3), ("causal", None, 1)])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_tokens_are_drawn_from_the_distribution_given_the_constraint(attention, block_size, width, temperature):
     """All tokens in one step: a chi-square test over all texts that match."""
     lm, count, pattern = tiny("phi", attention, block_size), 3000, "(a|bc|[d-f]a?)+" if width > 1 else "a|[d-f]"
