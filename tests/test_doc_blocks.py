@@ -147,7 +147,9 @@ def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-@pytest.mark.parametrize("block", COMMANDS, ids=str)
+@pytest.mark.parametrize(
+    "block", [block if block.page == "README.md" else pytest.param(block, marks=pytest.mark.slow) for block in COMMANDS], ids=str
+)
 def test_commands_can_be_given(block, here, monkeypatch):
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)  # which makes steps to time this machine
     for words in commands(block):

@@ -134,6 +134,7 @@ def test_every_recipe_of_a_conversion_goes_with_the_machines_the_modes_and_those
         assert ("lora" in beside) == hasattr(trainer.lm.model, "merge_and_unload")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", PREFERENCES)
 def test_every_recipe_of_preferences_goes_with_the_machines_and_modes(recipe, models):
     for machine in MACHINES:

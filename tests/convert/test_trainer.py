@@ -539,7 +539,9 @@ def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_pa
     assert written[0] == written[1] and all(written[0])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", ["block", "full", *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(RECIPES.keys() - {"block", "full"}))]
+)
 def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
     """In float64 and with SGD, so that differences are visible."""
     ends = []

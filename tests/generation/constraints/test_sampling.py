@@ -54,7 +54,7 @@ def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
 
 
 @every_pattern
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=5)
 @given(data=st.data())
 def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
     lm = tiny("phi", attention, block_size, eos_bias=1.0)

@@ -123,7 +123,7 @@ def test_reused_prompt_tokens_are_counted(attention, block_size):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
     """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted when others are ahead,
