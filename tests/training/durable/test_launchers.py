@@ -63,8 +63,12 @@ def with_two_processes(launch: str) -> list[str]:
     return [sys.executable, "-m", *module, *options, "unmask"]
 
 
+WITH_TWO_PROCESSES = {frozenset(with_two_processes(launch)): launch for launch in sorted(DOCUMENTED | MORE)}
+"""One of those that are the same command with two processes."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", {frozenset(with_two_processes(launch)): launch for launch in sorted(DOCUMENTED | MORE)}.values())
+@pytest.mark.parametrize("launch", WITH_TWO_PROCESSES.values())
 def test_every_launcher_that_the_docs_name_trains_with_its_processes_or_refuses(launch, model, tmp_path):
     (tmp_path / "multi-cpu.yaml").write_text(MULTI_CPU)
     settings = ["training.max_steps=2", "training.per_device_train_batch_size=2", "training.save_steps=2", "data.max_rows=16"]

@@ -131,7 +131,7 @@ def test_the_other_processes_of_a_run_share_its_lock(tmp_path, holder, monkeypat
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(TrainingError, match=r"cannot be written to .* Choose another output folder"), sole_run(tmp_path / "file"):
+    with pytest.raises(TrainingError, match=r"cannot be written to .* Choose another output\."), sole_run(tmp_path / "file"):
         pass
 
 

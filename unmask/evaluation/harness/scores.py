@@ -63,10 +63,10 @@ def group_scores(group: Group, tasks: Sequence[TaskScores], results: Mapping[str
     scores_of_tasks = {name: dict(scores) for name, scores in results["results"].items()}
     for task in tasks:
         for key in scores_of_tasks[task.task]:
-            if "," in key and (title := _title(*key.split(","))) in task.metrics:
+            if "," in key and (title := _title(*key.split(",", 1))) in task.metrics:
                 scores_of_tasks[task.task][key] = task.metrics[title].mean
     numbers = {key: value for key, value in group.aggregate(scores_of_tasks).items() if "," in key and isinstance(value, int | float)}
-    metrics = {_title(*key.split(",")): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
+    metrics = {_title(*key.split(",", 1)): Metric(mean=value) for key, value in numbers.items() if "_stderr," not in key}
     own = {"tasks": list(results["group_subtasks"].get(group.name, []))}
     return TaskScores(task=group.name, protocol={**protocol, **own}, metrics=metrics)
 

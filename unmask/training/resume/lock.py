@@ -54,7 +54,7 @@ def sole_writer(place: Path, path: Path) -> Iterator[None]:
     except Timeout as error:
         raise _occupied(place, path) from error
     except OSError as error:
-        what, remedy = f"cannot be written to ({error.strerror})", "Choose another output folder"
+        what, remedy = f"cannot be written to ({error.strerror})", "Choose another output"
         raise TrainingError(what, where=str(place), remedy=remedy) from error
     try:
         yield
