@@ -78,7 +78,6 @@ def evaluate(
         evaluate_against(model, evaluation, sampler, output, processes, overwrite=overwrite)
         return
     result = run_evaluation(model, evaluation, sampler, output, import_harness, processes, replace=overwrite)
-    processes.end()
     if evaluation.curve:
         show_curves(result.tasks, model.path)
         return
@@ -102,7 +101,6 @@ def evaluate_against(
     found = measure_retention(
         earlier, model, evaluation, sampler, output, import_harness, processes, reuse=not overwrite, replace=overwrite
     )
-    processes.end()
     if found is not None:
         show_retention(found, f"{model.path} against {evaluation.against}")
 

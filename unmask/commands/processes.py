@@ -11,7 +11,7 @@ from typing import Any
 from accelerate import PartialState
 
 from unmask.evaluation.item_log import ItemLog
-from unmask.training.durable.launchers import check_processes
+from unmask.training.durable.launchers import check_processes, connected_processes
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Processes:
     def of_launcher(cls, device: str) -> Processes:
         """Those of torchrun or `accelerate launch`, connected. Unless `device` is the CPU, each has a GPU of its own as its current one."""
         found = cls(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
-        check_processes(PartialState(cpu=device == "cpu").num_processes if found.count > 1 else 1)
+        check_processes(connected_processes(cpu=device == "cpu").num_processes if found.count > 1 else 1)
         return found
 
     def wait(self) -> None:
@@ -35,12 +35,6 @@ class Processes:
     def log(self, output: Path, identity: Mapping[str, Any]) -> ItemLog:
         """The items that they share, beside the output."""
         return ItemLog(output, identity, rank=self.rank, processes=self.count, wait=self.wait)
-
-    def end(self) -> None:
-        """A process aborts if it exits while others still communicate with it."""
-        if self.count > 1:
-            self.wait()
-            PartialState().destroy_process_group()
 
 
 ALONE = Processes()

@@ -304,12 +304,13 @@ def test_guidance_is_refused_by_likelihoods():
 
 
 SCRIPT = """
-import json, sys
+import atexit, json, os, sys
 import lm_eval
 from lm_eval.tasks import TaskManager
 import unmask.evaluation.harness
 import torch; torch.set_num_threads(1)
 from unmask.evaluation.harness import HarnessLM
+atexit.register(lambda: open(f"{sys.argv[3]}.at_exit.{os.environ.get('RANK')}", "w").write(str(torch.distributed.is_initialized())))
 asked = ["loglikelihood", "generate_until"]
 def counted(method):
     def call(self, requests, **more):
@@ -345,6 +346,8 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
     assert one == two and len(json.loads(one)[1]["choices"]) == 5
     shares = [sorted(len(path.read_text()) for path in tmp_path.glob(f"{name}.json.asked.*")) for name in ("one", "two")]
     assert shares == [[10 + 5], [6 + 3, 6 + 3]]  # lm-eval fills up the smaller share
+    at_exit = [path.read_text() for path in tmp_path.glob("two.json.at_exit.*")]
+    assert at_exit == ["False", "False"]  # processes that exit connected may abort
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.models.model_state import fingerprint
+from unmask.training.durable.launchers import connected_processes
 
 Wanted = tuple[int, list[int], int, list[str]]
 """A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and the stop strings."""
@@ -344,7 +345,7 @@ class HarnessLM(TemplateLM):
 def _processes(device: str | None, pretrained: str | DiffusionLM) -> PartialState:
     """The processes of a launcher, connected. Accelerate connects none on a machine without a GPU, unless it is told to use the CPU."""
     where = pretrained.device.type if isinstance(pretrained, DiffusionLM) else device
-    return PartialState(cpu=where == "cpu" or not torch.accelerator.is_available())
+    return connected_processes(cpu=where == "cpu" or not torch.accelerator.is_available())
 
 
 def _whole(value: Any, name: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shlex
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 
 from unmask.errors import ConfigError, first_line
 from unmask.training.durable.lost_process import lost_process
@@ -23,6 +25,16 @@ OF_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "MASTER_PORT")
 def started_processes(environ: Mapping[str, str] = os.environ) -> int:
     """The number of processes that a launcher started; 1: none did."""
     return next((int(environ[name]) for name in SIZES if environ.get(name, "").isdecimal()), 1)
+
+
+def connected_processes(*, cpu: bool) -> PartialState:
+    """The processes of a launcher, connected until they exit.
+
+    A process that exits without disconnecting may abort: threads of gloo are still running.
+    """
+    processes = PartialState(cpu=cpu)
+    atexit.register(processes.destroy_process_group)
+    return processes
 
 
 def check_processes(training_together: int, environ: Mapping[str, str] = os.environ) -> None:
