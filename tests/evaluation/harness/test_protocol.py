@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import lm_eval
 import pytest
+from lm_eval.tasks import TaskManager
 
 from tests import toy
 from tests.evaluation.harness.local_tasks import CHOICES, write_task
@@ -56,6 +60,23 @@ def test_the_authors_number_of_examples_is_set(folder, monkeypatch):
     assert seen["shots"] == {"winogrande": 5, "gsm8k": 5} and not seen["apply_chat_template"]
     evaluate_with_harness(toy.toy(), ["gsm8k"], include_path=folder, protocol="llada-instruct", sampler=SHORT)
     assert seen["shots"] == {"gsm8k": 4} and seen["apply_chat_template"] and seen["fewshot_as_multiturn"]
+
+
+def test_texts_are_kept_by_protocol(folder):
+    """Tasks with one prompt and different rules about end tokens: lm-eval's file has an answer of each."""
+    write_task(folder, "hellaswag", TEXTS, QUESTIONS)
+
+    def run(*tasks, **options):
+        model = HarnessLM(toy.toy(), protocol="llada-instruct", max_new_tokens=6, steps=6, block_size=6)
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, num_fewshot=0, **options)
+        return [[sample["resps"] for sample in found["samples"][task]] for task in tasks]
+
+    alone, kept = [*run("gsm8k"), *run("hellaswag")], {"use_cache": str(folder / "answers")}
+    assert alone[0] != alone[1]
+    assert [*run("gsm8k", **kept), *run("hellaswag", **kept)] == alone
+    with mock.patch.object(HarnessLM, "_answer_texts", side_effect=AssertionError("was asked again")):
+        assert run("gsm8k", "hellaswag", **kept) == alone
 
 
 def test_samples_that_are_given_win():

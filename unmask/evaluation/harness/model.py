@@ -7,9 +7,9 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -38,8 +38,9 @@ from unmask.training.durable.launchers import connected_processes
 Wanted = tuple[int, list[int], int, list[str]]
 """A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and the stop strings."""
 DEFAULT_SAMPLES = 128
-KEPT_OF = "unmask"
-"""The key, in lm-eval's file of answers, of what they depend on beside the request."""
+Answer = TypeVar("Answer")
+KEPT_OF, KEPT = "unmask", "answer "
+"""The key, in lm-eval's file of answers, of the model and settings that gave them; and how the names of answers begin."""
 _read_protocol = cache(read_protocol)
 DEFAULT_CONTEXT = 2048
 """Tokens, for a model whose config does not say: as lm-eval."""
@@ -168,27 +169,27 @@ class HarnessLM(TemplateLM):
         answers: list[tuple[float, bool]] = []
         keys = _mask_keys(requests)
         with self._shown(zip(requests, keys, strict=True), len(requests), disable_tqdm) as shown:
-            for _, some in itertools.groupby(shown, key=lambda pair: _question(pair[0])):
+            for (task, _), some in itertools.groupby(shown, key=lambda pair: _question(pair[0])):
                 requests_of, keys_of = zip(*some, strict=True)
-                answers += self._answer_once(requests_of, keys_of)
+                asked = [task, *keys_of, *(request.args for request in requests_of)]
+                answers += self._once(asked, partial(self._answer, requests_of, keys_of))
         return answers
 
-    def _answer_once(self, requests: Sequence[Instance], keys: Sequence[int]) -> list[tuple[float, bool]]:
-        """The answers to the requests of a question, which lm-eval's file keeps whole: the masks of a choice are those of its question, and
-        an answer in one question is none in another."""
+    def _once(self, asked: Sequence[Any], answer: Callable[[], Answer]) -> Answer:
+        """An answer that lm-eval's file keeps under all that it depends on beside the model and its settings."""
         kept = self.cache_hook.dbdict
         if kept is None:
-            return self._answer(requests, keys)
-        asked = json.dumps([requests[0].task_name, *keys, *(request.args for request in requests)])
-        name = f"question {hashlib.sha256(asked.encode()).hexdigest()}"
+            return answer()
+        name = _kept_name(asked)
         if name not in kept:
-            kept[name] = self._answer(requests, keys)
-        answers: list[tuple[float, bool]] = kept[name]
-        return answers
+            kept[name] = answer()
+        found: Answer = kept[name]
+        return found
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Keep answers in a file of lm-eval. It knows a request by its text alone, so the file notes the model and its settings.
-        Likelihoods are kept by question, and what lm-eval has kept of them by request is removed.
+        An answer depends on more: a likelihood on the other choices of its question, a text on the task's protocol. So answers have names
+        of our own there, and those that lm-eval has kept by request are removed.
 
         Raises:
             DataError: the file has the answers of another model, or of other settings.
@@ -206,7 +207,7 @@ class HarnessLM(TemplateLM):
             raise DataError(
                 f"has answers of another evaluation ({', '.join(changed)})", where=f"use_cache {answers.filename}", remedy=remedy
             )
-        for name in [name for name, answer in answers.items() if isinstance(answer, tuple)]:
+        for name in [name for name in answers if name != KEPT_OF and not name.startswith(KEPT)]:
             del answers[name]
 
     def _loglikelihood_tokens(self, requests: list, **_: Any) -> list[tuple[float, bool]]:
@@ -216,8 +217,8 @@ class HarnessLM(TemplateLM):
         answers: list[float] = []
         with self._shown(requests, len(requests), disable_tqdm) as shown:
             for request in shown:
-                answers.append(self._rolling(request.args[0], self.samples_of(request.task_name)))
-                self.cache_hook.add_partial("loglikelihood_rolling", request.args, answers[-1])
+                (text,), samples = request.args, self.samples_of(request.task_name)
+                answers.append(self._once(["rolling", text, samples], partial(self._rolling, text, samples)))
         return answers
 
     def _rolling(self, text: str, samples: int) -> LogLikelihood:
@@ -229,6 +230,8 @@ class HarnessLM(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         answers: list[str] = [""] * len(requests)
+        names: list[str] = []
+        kept = self.cache_hook.dbdict if self.cache_hook.dbdict is not None else {}
         repeats: Counter[int] = Counter()
         by_sampler: dict[str, list[Wanted]] = {}
         samplers: dict[str, SamplerConfig] = {}
@@ -242,14 +245,14 @@ class HarnessLM(TemplateLM):
                 what = f"{sampler.max_new_tokens} new tokens leave no room for a prompt in rows of {self.max_length}"
                 raise GenerationError(what, where="max_gen_toks", remedy="Lower it")
             prompt = self.tok_encode(context)[-room:]
-            wanted = request.repeats or 1
-            if wanted > 1 and self.cache_hook.dbdict is not None and sampler.temperature and not gen_kwargs.get("do_sample"):
-                remedy = "Set do_sample: true in the task's generation_kwargs (then they are drawn again), or leave use_cache out"
-                raise ConfigError("keeps only one of several answers to a prompt", where="use_cache", remedy=remedy)
             # lm-eval repeats a request to get several samples, and once more so that all processes have equally many.
-            key = sequence_key(prompt, repeats[id(request)] % wanted)
+            key = sequence_key(prompt, repeats[id(request)] % (request.repeats or 1))
             repeats[id(request)] += 1
             name = sampler.model_dump_json()
+            names.append(_kept_name([sampler.model_dump_json(exclude={"batch_size"}), prompt, key, until]))
+            if names[-1] in kept:
+                answers[number] = kept[names[-1]]
+                continue
             samplers[name] = sampler
             by_sampler.setdefault(name, []).append((number, prompt, key, until))
         for name, group in by_sampler.items():
@@ -257,8 +260,7 @@ class HarnessLM(TemplateLM):
             with self._shown(range(0, len(group), size), -(-len(group) // size), disable_tqdm) as shown:
                 for first in shown:
                     for number, answer in self._answer_texts(group[first : first + size], samplers[name]):
-                        answers[number] = answer
-                        self.cache_hook.add_partial("generate_until", requests[number].args, answer)
+                        answers[number] = kept[names[number]] = answer
         return answers
 
     def _answer_texts(self, batch: Sequence[Wanted], sampler: SamplerConfig) -> Iterator[tuple[int, Text]]:
@@ -353,6 +355,10 @@ def _whole(value: Any, name: str) -> int:
         remedy = "Give a number from 1, or auto" if name == "batch_size" else "Give a number from 1"
         raise ConfigError(f"{value!r} is not a number from 1", where=name, remedy=remedy)
     return int(value)
+
+
+def _kept_name(asked: Sequence[Any]) -> str:
+    return KEPT + hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
 def _question(request: Instance) -> tuple[str | None, int | None]:
