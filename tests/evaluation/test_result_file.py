@@ -39,6 +39,7 @@ def test_infinite_numbers_are_read_as_they_were_written(tmp_path):
         ("[]", "is no result"),
         ('{"format": 2}', "of format 2, and this version of Unmask reads 1"),
         ('{"format": "1"}', "is no result"),
+        (RESULT.model_dump_json().replace('"format":1', '"format":true'), "is no result"),
         ('{"format": 1, "model": {}, "arguments": {}, "tasks": [{"task": "t"}]}', "tasks.0.protocol"),
         ('{"format": ' + "1" * 5000 + "}", "no whole JSON"),
         ('{"format": 1, "model": ' + "[" * 100_000 + "]" * 100_000 + "}", "no whole JSON"),

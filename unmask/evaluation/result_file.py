@@ -169,7 +169,7 @@ def read_result(path: str | Path) -> EvaluationResult:
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, an endless number, lists in lists without end
         raise DataError("is no whole JSON file: it was cut, or is another file", where=str(path), remedy=remedy) from error
     version = content.get("format") if isinstance(content, dict) else None
-    if not isinstance(version, int):
+    if type(version) is not int:
         raise DataError("is no result", where=str(path), remedy=remedy)
     if version != FORMAT:
         what = f"is of format {version}, and this version of Unmask reads {FORMAT}"
