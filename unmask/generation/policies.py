@@ -36,8 +36,14 @@ class Decision(NamedTuple):
 class Given(NamedTuple):
     """Tokens that were drawn together with those of other positions."""
 
-    logits_NV: Tensor  # of the distribution that each is drawn from, before temperature, top_k and top_p
     token_N: Tensor
+    log_ratio_N: Tensor  # how much likelier each is given the others' condition than by the model alone, as a logarithm
+    believed_NV: Tensor | None  # logits given the condition, for entropies and margins; None: nothing needs them
+    drawn_from_NV: Tensor | None  # logits of the distribution that each is drawn from, before temperature, top_k and top_p
+
+    def part(self, rows: slice) -> Given:
+        """Some rows."""
+        return Given(*(None if values is None else values[rows] for values in self))  # type: ignore[arg-type]
 
 
 def decide(
@@ -67,7 +73,7 @@ def decide(
     for first in range(0, max(rows, 1), rows_at_once):
         chunk = slice(first, first + rows_at_once)
         present = None if present_NV is None else present_NV[chunk]
-        drawn = None if given is None else Given(given.logits_NV[chunk], given.token_N[chunk])
+        drawn = None if given is None else given.part(chunk)
         uniforms_N = {stream: uniform_N[chunk] for stream, uniform_N in uniforms.items()}
         chunks.append(_decide(logits_NV[chunk], config, uniforms_N, present, drawn))
     if len(chunks) == 1:
@@ -78,25 +84,21 @@ def decide(
 def _decide(
     logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None, given: Given | None
 ) -> Decision:
-    largest_N1 = logits_NV.amax(-1, keepdim=True)
-    weight_NV = weights(logits_NV, largest_N1)
-    total_N = weight_NV.sum(-1)
-    normaliser_N = largest_N1.squeeze(1) + total_N.log()
+    weight_NV, total_N, normaliser_N = _normalised(logits_NV)
     if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
         remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
         raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
-    entropy_N = margin_N = sampled_N = None
-    if config.trace or (config.policy == "entropy" and not config.filtered_confidence):
-        entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
-    if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
-        best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
-        margin_N = best_N2[:, 0] - best_N2[:, 1]
+    sampled_N = None
+    if given is None or given.believed_NV is None:
+        entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N, normaliser_N, config)
+    else:
+        entropy_N, margin_N = _certainty(given.believed_NV, *_normalised(given.believed_NV), config)
     if given is None:
         token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, uniforms, present_NV)
     else:
         token_N = given.token_N
-        if config.trace or config.filtered_confidence:
-            weight_NV = weights(given.logits_NV, given.logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
+        if given.drawn_from_NV is not None:
+            weight_NV = weights(given.drawn_from_NV, given.drawn_from_NV.amax(-1, keepdim=True), config.temperature or 1.0)
             weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
@@ -112,7 +114,7 @@ def _decide(
         case policy if config.filtered_confidence:
             priority_N = _filtered_confidence(weight_NV, token_N, policy)
         case "confidence":
-            priority_N = log_prob_N
+            priority_N = log_prob_N if given is None else log_prob_N + given.log_ratio_N.to(log_prob_N)
         case "margin":
             assert margin_N is not None
             priority_N = margin_N
@@ -128,6 +130,27 @@ def _decide(
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
+def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The weights of each row, their sum, and the log of the sum of the exponentials."""
+    largest_N1 = logits_NV.amax(-1, keepdim=True)
+    weight_NV = weights(logits_NV, largest_N1)
+    total_N = weight_NV.sum(-1)
+    return weight_NV, total_N, largest_N1.squeeze(1) + total_N.log()
+
+
+def _certainty(
+    logits_NV: Tensor, weight_NV: Tensor, total_N: Tensor, normaliser_N: Tensor, config: SamplerConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """The entropy and the margin of each row, as far as the settings need them."""
+    entropy_N = margin_N = None
+    if config.trace or (config.policy == "entropy" and not config.filtered_confidence):
+        entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
+    if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
+        best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
+        margin_N = best_N2[:, 0] - best_N2[:, 1]
+    return entropy_N, margin_N
+
+
 def _draw_tokens(
     logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -141,12 +164,6 @@ def _draw_tokens(
         weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
     return best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN]), weight_NV
-
-
-def normaliser(logits_NV: Tensor) -> Tensor:
-    """The log of the sum of the exponentials of each row."""
-    largest_N1 = logits_NV.amax(-1, keepdim=True)
-    return largest_N1.squeeze(1) + weights(logits_NV, largest_N1).sum(-1).log()
 
 
 def weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -43,23 +44,30 @@ def token_of(written: bytes) -> int:
 @settings(deadline=None, max_examples=60)
 @given(tokens=st.lists(st.integers(2, 11), max_size=5))
 def test_exactly_the_texts_that_match_are_accepted(pattern, tokens):
-    automaton = compile_constraint(ConstraintConfig(regex=pattern), SMALL)
+    stops, filled = (compile_constraint(ConstraintConfig(regex=pattern), SMALL, end=end) for end in ("stops", "filled"))
     try:
         matches = re.fullmatch(pattern, text_of(tokens).decode()) is not None
     except UnicodeDecodeError:
         matches = False
-    assert automaton.accepts(tokens) == matches
+    assert filled.accepts(tokens) == stops.accepts(tokens) == matches
     for after, allowed in (([END], True), ([END, PAD, END], True), ([PAD], False), ([END, 2], False)):
-        assert automaton.accepts([*tokens, *after]) == (matches and allowed)
+        assert filled.accepts([*tokens, *after]) == (matches and allowed)
+        assert stops.accepts([*tokens, *after]) == (matches and after[0] == END)
+
+
+def test_the_mask_token_is_never_produced():
+    vocabulary = replace(SMALL, bytes_V=(*SMALL.bytes_V, None), never_token_ids=(len(SMALL.bytes_V),))
+    automaton = compile_constraint(ConstraintConfig(regex="a"), vocabulary)
+    assert automaton.accepts([2, END, 3]) and not automaton.accepts([2, END, len(SMALL.bytes_V)])
 
 
 def test_a_gap_holds_no_end_token():
-    automaton = compile_constraint(ConstraintConfig(regex="a+"), SMALL, ends=False)
+    automaton = compile_constraint(ConstraintConfig(regex="a+"), SMALL, end="none")
     assert automaton.accepts([2, 2]) and not automaton.accepts([2, END])
 
 
 def test_tokens_that_act_alike_are_one_class():
-    automaton = compile_constraint(ConstraintConfig(regex="[a-z]+[0-9]"), SMALL)
+    automaton = compile_constraint(ConstraintConfig(regex="[a-z]+[0-9]"), SMALL, end="filled")
     letters, digits, end = (automaton.class_V[token_of(text)] for text in (b"a", b"7", b"a"))
     assert automaton.class_V[token_of(b"abb")] == letters == end and digits != letters
     assert automaton.class_V[token_of(b"{")] == 0 and len(set(automaton.class_V)) == 5  # nothing, letters, digits, END, PAD
@@ -67,16 +75,16 @@ def test_tokens_that_act_alike_are_one_class():
 
 def test_a_space_that_decoding_removes_may_come_first():
     vocabulary = Vocabulary((b" a", b"a", b" "), strips_space=True)
-    automaton = compile_constraint(ConstraintConfig(regex="aa? ?a?"), vocabulary, ends=False)
+    automaton = compile_constraint(ConstraintConfig(regex="aa? ?a?"), vocabulary, end="none")
     assert automaton.accepts([0]) and automaton.accepts([1]) and automaton.accepts([0, 0]) and not automaton.accepts([2, 0])
-    inside = compile_constraint(ConstraintConfig(regex="a"), vocabulary, ends=False, at_start=False)
+    inside = compile_constraint(ConstraintConfig(regex="a"), vocabulary, end="none", at_start=False)
     assert inside.accepts([1]) and not inside.accepts([0])
 
 
 @pytest.mark.parametrize("text", ["a.b|c", "x{2}", "^a$", "#&~-", "[]()*+?\\", "é\n\t ", '"'])
 def test_a_choice_is_its_text(text):
     vocabulary = Vocabulary(tuple(bytes([byte]) for byte in range(256)))
-    automaton = compile_constraint(ConstraintConfig(choice=[text, "other"]), vocabulary, ends=False)
+    automaton = compile_constraint(ConstraintConfig(choice=[text, "other"]), vocabulary, end="none")
     assert automaton.accepts(text.encode()) and automaton.accepts(b"other") and not automaton.accepts(text.encode()[:-1])
     assert re.fullmatch(escape(text), text)
 
@@ -95,7 +103,7 @@ SCHEMAS = [
 @pytest.mark.parametrize("schema", [*SCHEMAS, None], ids=str)
 def test_all_that_is_accepted_is_json(schema):
     constraint = ConstraintConfig(json=True) if schema is None else ConstraintConfig(json_schema=schema)
-    automaton = compile_constraint(constraint, SMALL)
+    automaton = compile_constraint(constraint, SMALL, end="filled")
     shortest = automaton.shortest(automaton.live_classes())
     found = [json.loads(text_of(tokens)) for length in (shortest, shortest + 9) for tokens in walks(automaton, length, 20)]
     assert len({json.dumps(one) for one in found}) > 1
@@ -180,14 +188,14 @@ def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
 def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
     first = compile_constraint(ConstraintConfig(regex="a+b"), SMALL)
     assert compile_constraint(ConstraintConfig(regex="a+b"), SMALL) is first
-    assert compile_constraint(ConstraintConfig(regex="a+b"), Vocabulary((b"a", b"b")), ends=False) is not first
+    assert compile_constraint(ConstraintConfig(regex="a+b"), Vocabulary((b"a", b"b")), end="none") is not first
     monkeypatch.setattr(compiled, "CACHE_BYTES", first.nbytes)
     compile_constraint(ConstraintConfig(regex="a+c"), SMALL)
     assert len(compiled._cache) == 1
 
 
 def test_the_shortest_length_that_fits():
-    automaton = compile_constraint(ConstraintConfig(regex="(abb){2}c|a{40}"), SMALL, ends=False)
+    automaton = compile_constraint(ConstraintConfig(regex="(abb){2}c|a{40}"), SMALL, end="none")
     live_C = automaton.live_classes()
     assert automaton.shortest(live_C) == 3 and automaton.shortest(live_C, 21) == 40 and automaton.shortest(live_C, 41) is None
     assert automaton.shortest(automaton.live_classes([token_of(b"abb")])) == 5

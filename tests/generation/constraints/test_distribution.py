@@ -11,7 +11,7 @@ import torch
 
 from unmask.generation.constraints.automaton import TokenAutomaton, token_automaton
 from unmask.generation.constraints.byte_automaton import ByteAutomaton
-from unmask.generation.constraints.distribution import Paths, class_log_probs, class_maxima
+from unmask.generation.constraints.distribution import Paths, class_weights
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 WIDTH = 5
@@ -27,14 +27,16 @@ def automaton(kind: str) -> TokenAutomaton:
     }[kind]
     next_S256 = np.full((len(rows[0]), 256), len(rows[0]) - 1, dtype=np.int32)
     next_S256[:, [ord("a"), ord("b")]] = rows[0]
-    return token_automaton(ByteAutomaton(next_S256, 0, np.array(rows[1])), VOCABULARY, ends=kind != "any", at_start=True, where="")
+    return token_automaton(
+        ByteAutomaton(next_S256, 0, np.array(rows[1])), VOCABULARY, end="none" if kind == "any" else "filled", at_start=True, where=""
+    )
 
 
 def case(kind: str, spread: float, revealed: dict[int, int], seed: int = 0) -> tuple[TokenAutomaton, torch.Tensor, Paths, dict]:
     """An automaton, the logits, the paths with some tokens revealed, and the log-probability of every text that is accepted."""
     machine = automaton(kind)
     logits_WV = spread * torch.randn(WIDTH, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    log_WC = class_log_probs(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1])
+    log_WC = class_weights(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]).log_prob_WC
     for at, token in revealed.items():
         log_WC[at] = -np.inf
         log_WC[at, machine.class_V[token]] = 0.0
@@ -66,7 +68,7 @@ def test_the_sum_and_the_marginals_are_those_of_all_texts(kind, spread, revealed
 def test_the_best_path_is_the_best_of_all_texts(kind, spread, revealed):
     machine, logits_WV, paths, texts = case(kind, spread, revealed)
     class_V = torch.from_numpy(machine.class_V).long()
-    best_WC = class_maxima(logits_WV.log_softmax(-1), class_V, machine.next_SC.shape[1])
+    best_WC = class_weights(logits_WV.log_softmax(-1), class_V, machine.next_SC.shape[1]).largest_WC
     paths.log_WC = np.where(np.isfinite(paths.log_WC) & (paths.log_WC != 0), best_WC, paths.log_WC)
     classes = paths.best(lambda at, one: 0)
     assert machine.class_V[list(max(texts, key=texts.__getitem__))].tolist() == classes.tolist()
@@ -95,36 +97,43 @@ def test_paths_are_drawn_from_the_distribution_given_that_they_are_accepted(kind
         key = tuple(machine.class_V[list(text)])
         expected[key] = expected.get(key, 0.0) + math.exp(log_prob - total)
     drawn = dict.fromkeys(expected, 0)
-    left = []
     for _ in range(count):
-        classes, left_W = paths.draw(chance.random(WIDTH))
-        drawn[tuple(classes)] += 1  # a KeyError: it is not accepted
-        left.append(left_W)
+        drawn[tuple(paths.draw(by_class(paths, chance)))] += 1  # a KeyError: it is not accepted
     chi_square = sum((drawn[key] - count * p) ** 2 / (count * p) for key, p in expected.items())
     assert abs(chi_square - (len(expected) - 1)) < 5 * math.sqrt(2 * (len(expected) - 1))
-    free = [at for at in range(WIDTH) if at not in revealed]
-    assert np.abs(np.sort(np.array(left)[:, free], axis=0) - np.linspace(0, 1, count)[:, None]).max() < 0.03  # Kolmogorov-Smirnov
 
 
 def test_a_constraint_that_allows_everything_changes_no_bit():
     machine, logits_WV, paths, _ = case("any", 1.0, {})
     logits_WV[:, [0, 5]] = -torch.inf
     class_V = torch.from_numpy(machine.class_V).long()
-    paths = Paths(machine, class_log_probs(logits_WV.float(), class_V, machine.next_SC.shape[1]), machine.start, machine.accepts_S)
+    log_WC = class_weights(logits_WV.float(), class_V, machine.next_SC.shape[1]).log_prob_WC
+    paths = Paths(machine, log_WC, machine.start, machine.accepts_S)
     assert (paths.log_ratios()[:, 1:] == 0).all()
-    uniform_W = np.random.default_rng(1).random(WIDTH)
-    classes, left_W = paths.draw(uniform_W)
-    assert (classes == 1).all() and (left_W == uniform_W).all()
+    rests = []
+    paths.draw(lambda at, rest_C: rests.append(rest_C) or 1)
+    assert (np.array(rests)[:, 1:] == 0).all()
 
 
 def test_no_text_is_lost_to_underflow():
     machine = automaton("short")
     logits_WV = torch.full((WIDTH, 6), -3000.0)
     logits_WV[:, 3] = 3000.0  # "ab" at every position would be too long
-    log_WC = class_log_probs(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1])
+    log_WC = class_weights(logits_WV, torch.from_numpy(machine.class_V).long(), machine.next_SC.shape[1]).log_prob_WC
     paths = Paths(machine, log_WC, machine.start, machine.accepts_S)
     assert paths.possible and np.isfinite(paths.log_ratios()).any(1).all()
-    assert machine.accepts_S[paths_end(machine, paths.draw(np.full(WIDTH, 0.5))[0])]
+    assert machine.accepts_S[paths_end(machine, paths.draw(by_class(paths, np.random.default_rng(0))))]
+
+
+def by_class(paths: Paths, chance: np.random.Generator):
+    """Draws a class by its weight."""
+
+    def pick(at: int, rest_C: np.ndarray) -> int:
+        log_C = paths.log_WC[at] + rest_C
+        weight_C = np.exp(log_C - log_C.max())
+        return int(chance.choice(len(log_C), p=weight_C / weight_C.sum()))
+
+    return pick
 
 
 def paths_end(machine: TokenAutomaton, classes: np.ndarray) -> int:

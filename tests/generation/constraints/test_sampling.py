@@ -170,11 +170,11 @@ def test_at_temperature_0_the_best_text_is_found(generate, pattern):
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 def test_a_constraint_that_allows_everything_changes_no_token(attention, block_size, data):
-    """A model that gives text alone a probability."""
-    lm = tiny("phi", attention, block_size, eos_bias=-torch.inf, mask_bias=-torch.inf)
-    head = lm.model.get_output_embeddings()
-    head.bias.data[[0, 1, 3]] = -torch.inf
-    config = data.draw(configs(attention, block_size)).model_copy(update={"allowed_tokens": None, "forbidden_tokens": None})
+    """A model that gives other special tokens than EOS no probability."""
+    lm = tiny("phi", attention, block_size, eos_bias=data.draw(st.sampled_from([-9.0, 1.0])), mask_bias=-torch.inf)
+    lm.model.get_output_embeddings().bias.data[[0, 1, 3]] = -torch.inf
+    config = data.draw(configs(attention, block_size))
+    config = config.model_copy(update={"allowed_tokens": None, "forbidden_tokens": None, "stop_at_eos": True})
     free = sampler.generate(lm, PROMPTS, config)
     generation = sampler.generate(lm, PROMPTS, valid(config, "(?s:.*)"))
     assert generation.tokens == free.tokens and generation.steps == free.steps and generation.log_probs == free.log_probs

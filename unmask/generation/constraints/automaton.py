@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from unmask.errors import GenerationError
 from unmask.generation.constraints.byte_automaton import ByteAutomaton, number_rows
 from unmask.generation.constraints.vocabulary import Vocabulary
 
+End = Literal["stops", "filled", "none"]
+"""How a text ends before the canvas does: with an end token, after which nothing is read; with end tokens and padding up to the end of the
+canvas; or not at all."""
 MAX_CELLS = 2**25
 """Entries of the tables that a constraint may have, states times classes: 128 MB."""
 
@@ -124,11 +128,11 @@ class TokenAutomaton:
         return next((length for length in range(at_least, limit + 1) if self.completable(length, live_C)[self.start]), None)
 
 
-def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, ends: bool, at_start: bool, where: str) -> TokenAutomaton:
+def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, end: End, at_start: bool, where: str) -> TokenAutomaton:
     """The automaton over tokens of an automaton over bytes.
 
     Args:
-        ends: whether end tokens follow the text, up to the end of the canvas.
+        end: how the text ends before the canvas does.
         at_start: whether the text is at the start of what is decoded, where a tokenizer may remove a space.
         where: the constraint's name in errors.
 
@@ -142,8 +146,8 @@ def token_automaton(automaton: ByteAutomaton, vocabulary: Vocabulary, *, ends: b
         start, next_S256, accepts_S = 0, np.vstack([first_256, next_S256]) + 1, np.concatenate([accepts_S[[start]], accepts_S])
     function_CS, class_V = _classes(next_S256, vocabulary.bytes_V, where)
     next_SC = function_CS.T
-    if ends:
-        next_SC, class_V, accepts_S = _with_ends(next_SC, class_V, accepts_S, vocabulary)
+    if end != "none":
+        next_SC, class_V, accepts_S = _with_ends(next_SC, class_V, accepts_S, vocabulary, stops=end == "stops")
     trimmed = _trimmed(next_SC, class_V, start, accepts_S)
     if trimmed is None:
         what = "no sequence of this model's tokens meets it"
@@ -187,19 +191,20 @@ def _refuse_large(cells: int, where: str) -> None:
 
 
 def _with_ends(
-    next_SC: np.ndarray, class_V: np.ndarray, accepts_S: np.ndarray, vocabulary: Vocabulary
+    next_SC: np.ndarray, class_V: np.ndarray, accepts_S: np.ndarray, vocabulary: Vocabulary, *, stops: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """With a state after the end (the last but one), and two classes: end tokens, and other tokens that may follow these."""
+    """With a state after the end (the last but one), and two classes: end tokens, and others that are no text but may follow these."""
     dead, classes = next_SC.shape[0] - 1, next_SC.shape[1]
     ended = dead  # the dead state moves behind it
     next_SC = np.where(next_SC == dead, dead + 1, next_SC)
     rows = [next_SC[:dead], np.full((2, classes), dead + 1, dtype=next_SC.dtype)]
     next_SC = np.pad(np.vstack(rows), ((0, 0), (0, 2)), constant_values=dead + 1)
     next_SC[:dead, classes] = np.where(accepts_S[:dead], ended, dead + 1)
-    next_SC[ended, classes:] = ended
+    next_SC[ended, 1 if stops else classes :] = ended
     class_V = class_V.copy()
-    class_V[list(vocabulary.fill_token_ids)] = classes + 1
+    class_V[class_V == 0 if stops else list(vocabulary.fill_token_ids)] = classes + 1
     class_V[list(vocabulary.end_token_ids)] = classes
+    class_V[list(vocabulary.never_token_ids)] = 0
     return next_SC, class_V, np.concatenate([accepts_S[:dead], [True, False]])
 
 

@@ -9,7 +9,7 @@ from threading import Lock
 
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError, require
-from unmask.generation.constraints.automaton import TokenAutomaton, token_automaton
+from unmask.generation.constraints.automaton import End, TokenAutomaton, token_automaton
 from unmask.generation.constraints.byte_automaton import byte_automata
 from unmask.generation.constraints.schemas import Reader, patterns
 from unmask.generation.constraints.string_patterns import json_pattern
@@ -23,22 +23,22 @@ _lock = Lock()
 
 
 def compile_constraint(
-    constraint: ConstraintConfig, vocabulary: Vocabulary, *, ends: bool = True, at_start: bool = True, where: str = "constraint"
+    constraint: ConstraintConfig, vocabulary: Vocabulary, *, end: End = "stops", at_start: bool = True, where: str = "constraint"
 ) -> TokenAutomaton:
-    """The automaton of a constraint over the tokens of a vocabulary; `ends` and `at_start` as for `token_automaton`.
+    """The automaton of a constraint over the tokens of a vocabulary; `end` and `at_start` as for `token_automaton`.
 
     Raises:
         ConfigError: outlines-core is not installed.
         GenerationError: the constraint is invalid, cannot be enforced, is too large, or nothing in the vocabulary meets it.
     """
-    key = (constraint.model_dump_json(), vocabulary.digest, ends, at_start and vocabulary.strips_space)
+    key = (constraint.model_dump_json(), vocabulary.digest, end, at_start and vocabulary.strips_space)
     where = f"{where}.{constraint.kind}"
     with _lock:
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
     (automaton,) = byte_automata([regex_of(constraint, where)], where)
-    compiled = token_automaton(automaton, vocabulary, ends=ends, at_start=at_start, where=where)
+    compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
         _cache[key] = compiled
         while len(_cache) > 1 and sum(each.nbytes for each in _cache.values()) > CACHE_BYTES:

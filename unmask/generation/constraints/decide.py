@@ -19,9 +19,9 @@ from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.automaton import TokenAutomaton
-from unmask.generation.constraints.distribution import Paths, class_log_probs, class_maxima
+from unmask.generation.constraints.distribution import ClassWeights, Paths, class_weights
 from unmask.generation.constraints.gaps import Gap
-from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, normaliser, penalise_and_ban, weights
+from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, weights
 
 OUTSIDE = 1e9
 """Nats by which tokens that top_k or top_p leave out fall behind: they are used only where no text fits without them."""
@@ -42,20 +42,29 @@ class Window:
         return torch.from_numpy(self.automaton.class_V).long().to(self.row_N.device)
 
     def paths(self, log_NC: np.ndarray) -> Paths:
-        """The paths for weights of the classes at the hidden positions. Raises GenerationError if none has a probability."""
+        """The paths for weights of the classes at the hidden positions."""
         log_WC = np.full((len(self.tokens), self.automaton.next_SC.shape[1]), -np.inf)
         hidden_W = np.array([token is None for token in self.tokens])
         log_WC[hidden_W] = log_NC
         for at in np.nonzero(~hidden_W)[0]:
             log_WC[at, self.automaton.class_V[self.tokens[at]]] = 0.0
-        paths = Paths(self.automaton, log_WC, self.state, self.end_S)
+        return Paths(self.automaton, log_WC, self.state, self.end_S)
+
+    def possible(self, log_NC: np.ndarray) -> Paths:
+        """The same. Raises GenerationError if none has a probability."""
+        paths = self.paths(log_NC)
         if not paths.possible:
-            what = "the model gives no text that meets it any probability"
-            raise GenerationError(what, where="constraint", remedy="Change the constraint, or the tokens that are allowed")
+            raise _impossible()
         return paths
 
-    def log_probs(self, logits_NV: Tensor) -> np.ndarray:
-        return class_log_probs(logits_NV[self.row_N], self.class_V, self.automaton.next_SC.shape[1])
+    def by_class(self, logits_NV: Tensor) -> ClassWeights:
+        """The weights of the classes at the hidden positions."""
+        mine_NV = logits_NV if len(self.row_N) == len(logits_NV) else logits_NV[self.row_N]
+        return class_weights(mine_NV, self.class_V, self.automaton.next_SC.shape[1])
+
+    def by_token(self, value_NC: np.ndarray, like: Tensor) -> Tensor:
+        """The entries of every token's class."""
+        return torch.from_numpy(value_NC).to(like)[:, self.class_V]
 
     def hidden(self, value_W: np.ndarray) -> np.ndarray:
         """The entries of hidden positions."""
@@ -82,35 +91,36 @@ def decide_given(
     temperature = config.temperature or 1.0
     scaled_NV = adjusted_NV if temperature == 1 else adjusted_NV / temperature
     filtered = config.top_k > 0 or config.top_p < 1
-    needs_drawn_from = config.trace or config.filtered_confidence or filtered
-    given_NV, drawn_from_NV = logits_NV.clone(), adjusted_NV.clone() if needs_drawn_from else adjusted_NV
-    allowed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
-    left_N = torch.zeros(len(logits_NV), dtype=torch.float64, device=logits_NV.device)
+    ranks_by_rows = config.policy in ("entropy", "margin") or config.early_commit is not None
+    believed_NV = logits_NV.clone() if config.trace or ranks_by_rows else None
+    drawn_from_NV = adjusted_NV.clone() if config.trace or config.filtered_confidence or filtered else None
+    token_N = torch.zeros_like(position_N)
+    log_ratio_N = torch.zeros(len(token_N), dtype=torch.float64, device=token_N.device)
     uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
     for window in windows:
-        row_N, class_V = window.row_N, window.class_V
-        raw = window.paths(window.log_probs(logits_NV))
-        ratio_NV = _by_token(window, raw.log_ratios(), class_V, logits_NV)
-        given_NV[row_N] += ratio_NV
-        drawn = raw if scaled_NV is logits_NV else window.paths(window.log_probs(scaled_NV))
-        if needs_drawn_from:
-            drawn_from_NV[row_N] += temperature * (ratio_NV if drawn is raw else _by_token(window, drawn.log_ratios(), class_V, logits_NV))
-        keep_NV = torch.ones_like(allowed_NV[row_N])
+        row_N = window.row_N
+        predicted = window.by_class(logits_NV)
+        raw = window.possible(predicted.log_prob_WC)
+        ratio_NC = window.hidden(raw.log_ratios())
+        if believed_NV is not None:
+            believed_NV[row_N] += window.by_token(ratio_NC, logits_NV)
+        drawn = raw
+        if scaled_NV is not logits_NV and (config.temperature > 0 or drawn_from_NV is not None):
+            drawn = window.possible(window.by_class(scaled_NV).log_prob_WC)
+        if drawn_from_NV is not None:
+            ratios_NC = ratio_NC if drawn is raw else window.hidden(drawn.log_ratios())
+            drawn_from_NV[row_N] += temperature * window.by_token(ratios_NC, logits_NV)
         if config.temperature == 0:
-            class_N = _best_classes(window, adjusted_NV, class_V)
+            largest_NC = (predicted if adjusted_NV is logits_NV else window.by_class(adjusted_NV)).largest_WC
+            token_N[row_N] = _best_tokens(window, adjusted_NV[row_N], largest_NC)
+        elif drawn_from_NV is not None and filtered:
+            token_N[row_N] = _draw_filtered(window, scaled_NV, drawn_from_NV, uniform_N, config)
         else:
-            if filtered:
-                drawn, keep_NV = _filtered(window, scaled_NV, drawn_from_NV, class_V, config)
-            class_W, left_W = drawn.draw(_spread(window, uniform_N))
-            class_N = torch.from_numpy(window.hidden(class_W)).to(row_N.device)
-            left_N[row_N] = torch.from_numpy(window.hidden(left_W)).to(row_N.device)
-        of_class_NV = class_V == class_N[:, None]
-        inside_NV = of_class_NV & keep_NV
-        allowed_NV[row_N] = torch.where(inside_NV.any(1, keepdim=True), inside_NV, of_class_NV)
-    token_N = _tokens(adjusted_NV.masked_fill(~allowed_NV, -torch.inf), left_N, config.temperature)
-    decision = decide(given_NV, config, key_N, step_N, position_N, present_NV, Given(drawn_from_NV, token_N))
-    log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser(logits_NV)
-    return decision._replace(log_prob_N=log_prob_N)
+            token_N[row_N] = _draw_tokens(window, drawn, adjusted_NV[row_N], uniform_N[row_N], temperature)
+        class_N = window.class_V[token_N[row_N]].cpu().numpy()
+        log_ratio_N[row_N] = torch.from_numpy(ratio_NC[np.arange(len(class_N)), class_N]).to(log_ratio_N.device)
+    given = Given(token_N, log_ratio_N, believed_NV, drawn_from_NV)
+    return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 
 def windows_of(gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], hidden: Sequence[bool]) -> list[Window]:
@@ -130,42 +140,51 @@ def windows_of(gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], 
     return windows
 
 
-def _by_token(window: Window, ratio_WC: np.ndarray, class_V: Tensor, like: Tensor) -> Tensor:
-    """The entries of hidden positions, by token."""
-    return torch.from_numpy(window.hidden(ratio_WC)).to(like)[:, class_V]
+def _impossible() -> GenerationError:
+    what = "the model gives no text that meets it any probability"
+    return GenerationError(what, where="constraint", remedy="Change the constraint, or the tokens that are allowed")
 
 
-def _spread(window: Window, uniform_N: Tensor) -> np.ndarray:
-    """The uniform numbers of the hidden positions at their places in the window; 0 at the others."""
-    value_W = np.zeros(len(window.tokens))
-    value_W[[token is None for token in window.tokens]] = uniform_N[window.row_N].cpu().numpy()
-    return value_W
-
-
-def _best_classes(window: Window, logits_NV: Tensor, class_V: Tensor) -> Tensor:
-    logits_NV = logits_NV[window.row_N]
-    paths = window.paths(class_maxima(logits_NV, class_V, window.automaton.next_SC.shape[1]))
+def _best_tokens(window: Window, logits_NV: Tensor, largest_NC: np.ndarray) -> Tensor:
+    """The tokens of the most probable text."""
+    paths, class_V = window.paths(largest_NC), window.class_V
     row_W = np.cumsum([token is None for token in window.tokens]) - 1
 
     def first_token(at: int, one: int) -> int:
         token = window.tokens[at]
         return int(best(logits_NV[row_W[at]][None].masked_fill(class_V != one, -torch.inf))) if token is None else token
 
-    return torch.from_numpy(window.hidden(paths.best(first_token))).to(class_V.device)
+    if (classes := paths.best(first_token)) is None:
+        raise _impossible()
+    class_N = torch.from_numpy(window.hidden(classes)).to(class_V.device)
+    return best(torch.where(class_V == class_N[:, None], logits_NV, -torch.inf))
 
 
-def _filtered(window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, class_V: Tensor, config: SamplerConfig) -> tuple[Paths, Tensor]:
-    """The paths when top_k and top_p have cut each position's distribution given the constraint, and what they keep."""
-    drawn_from_NV = drawn_from_NV[window.row_N]
-    weight_NV = weights(drawn_from_NV, drawn_from_NV.amax(-1, keepdim=True), config.temperature)
-    kept_NV = keep_likely(weight_NV, config.top_k, config.top_p) > 0
-    count = window.automaton.next_SC.shape[1]
-    all_NC = window.log_probs(scaled_NV)
-    inside_NC = class_log_probs(scaled_NV[window.row_N].masked_fill(~kept_NV, -torch.inf), class_V, count)
-    return window.paths(np.where(inside_NC > -np.inf, inside_NC, all_NC - OUTSIDE)), kept_NV
+def _draw_tokens(window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Tensor, temperature: float) -> Tensor:
+    """The tokens of a text that is drawn from left to right: each as without a constraint, with the logits of its class moved by how likely
+    the rest is accepted after it."""
+    class_V, tokens = window.class_V, list[Tensor]()
+
+    def pick(at: int, rest_C: np.ndarray) -> int:
+        if window.tokens[at] is not None:
+            return int(window.automaton.class_V[window.tokens[at]])
+        row = slice(len(tokens), len(tokens) + 1)
+        moved_1V = logits_NV[row] + temperature * torch.from_numpy(rest_C).to(logits_NV)[class_V]
+        tokens.append(draw(weights(moved_1V, moved_1V.amax(-1, keepdim=True), temperature), uniform_N[row]))
+        return int(class_V[tokens[-1]])
+
+    paths.draw(pick)
+    return torch.cat(tokens)
 
 
-def _tokens(logits_NV: Tensor, left_N: Tensor, temperature: float) -> Tensor:
-    if temperature == 0:
-        return best(logits_NV)
-    return draw(weights(logits_NV, logits_NV.amax(-1, keepdim=True), temperature), left_N)
+def _draw_filtered(window: Window, scaled_NV: Tensor, drawn_from_NV: Tensor, uniform_N: Tensor, config: SamplerConfig) -> Tensor:
+    """As `_draw_tokens`, when top_k and top_p have cut each position's distribution given the constraint. Tokens that they leave out are
+    drawn only where no text fits without them."""
+    row_N, class_V = window.row_N, window.class_V
+    weight_NV = weights(drawn_from_NV[row_N], drawn_from_NV[row_N].amax(-1, keepdim=True), config.temperature)
+    keep_NV = keep_likely(weight_NV, config.top_k, config.top_p) > 0
+    keep_NC = torch.zeros(len(row_N), window.automaton.next_SC.shape[1], device=row_N.device).index_add(1, class_V, keep_NV.float()) > 0
+    cut_NV = scaled_NV[row_N].double()
+    cut_NV = torch.where(keep_NV, cut_NV, torch.where(keep_NC[:, class_V], -torch.inf, cut_NV - OUTSIDE))
+    log_NC = class_weights(cut_NV, class_V, keep_NC.shape[1]).log_prob_WC
+    return _draw_tokens(window, window.possible(log_NC), cut_NV, uniform_N[row_N], 1.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,25 +18,35 @@ from torch import Tensor
 from unmask.generation.constraints.automaton import TokenAutomaton
 from unmask.generation.policies import CPU_LOGITS_AT_ONCE
 
+ROUNDING = 1e-12
+"""What sums of log-probabilities differ by where they are equal: a constraint that allows everything then changes no bit."""
 
-def class_log_probs(logits_WV: Tensor, class_V: Tensor, count: int) -> np.ndarray:
-    """The log-probability [W, C] of each class of tokens."""
+
+class ClassWeights(NamedTuple):
+    """What a model predicts at some positions, by class.
+
+    Attributes:
+        log_prob_WC: the log of the summed probability of the tokens of each class.
+        largest_WC: their largest logit.
+    """
+
+    log_prob_WC: np.ndarray
+    largest_WC: np.ndarray
+
+
+def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeights:
+    """The weights of each class of tokens."""
     rows = max(1, CPU_LOGITS_AT_ONCE // len(class_V)) if logits_WV.device.type == "cpu" else max(1, len(logits_WV))
     if len(logits_WV) > rows:
-        return np.concatenate([class_log_probs(part_WV, class_V, count) for part_WV in logits_WV.split(rows)])
+        parts = [class_weights(part_WV, class_V, count) for part_WV in logits_WV.split(rows)]
+        return ClassWeights(*map(np.concatenate, zip(*parts, strict=True)))
     class_WV = class_V.expand_as(logits_WV)
     largest_WC = logits_WV.new_full((len(logits_WV), count), -torch.inf).scatter_reduce(1, class_WV, logits_WV, "amax")
     offset_WC = largest_WC.masked_fill(largest_WC == -torch.inf, 0.0)
     weight_WV = (logits_WV - offset_WC.gather(1, class_WV)).exp_()
     sum_WC = torch.zeros(largest_WC.shape, dtype=torch.float64, device=logits_WV.device).scatter_add(1, class_WV, weight_WV.double())
     log_WC = offset_WC.double() + sum_WC.log()
-    return (log_WC - log_WC.logsumexp(-1, keepdim=True)).cpu().numpy()
-
-
-def class_maxima(logits_WV: Tensor, class_V: Tensor, count: int) -> np.ndarray:
-    """The largest logit [W, C] of each class of tokens."""
-    largest_WC = logits_WV.new_full((len(logits_WV), count), -torch.inf)
-    return largest_WC.scatter_reduce(1, class_V.expand_as(logits_WV), logits_WV, "amax").double().cpu().numpy()
+    return ClassWeights((log_WC - log_WC.logsumexp(-1, keepdim=True)).cpu().numpy(), largest_WC.double().cpu().numpy())
 
 
 class Paths:
@@ -88,38 +99,36 @@ class Paths:
         path_WE = self.from_start[:-1, edges.source_E] + self.to_end[1:, edges.target_E]
         ratio_WC = np.full(self.log_WC.shape, -np.inf)
         ratio_WC[:, edges.class_with_edges] = sums(path_WE[:, edges.by_class_E], edges.class_start)
-        return ratio_WC - self.to_end[0, self.start]
+        ratio_WC -= self.to_end[0, self.start]
+        return np.where(np.abs(ratio_WC) < ROUNDING, 0.0, ratio_WC)
 
-    def draw(self, uniform_W: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A path, drawn by its weight: the class [W] at each position, and uniform numbers [W] with which to draw tokens of the classes.
+    def draw(self, pick: Callable[[int, np.ndarray], int]) -> np.ndarray:
+        """The class [W] at each position of a path that is drawn by its weight, from left to right.
 
-        Each position's number first picks a class, given the classes before it, and what is left of it is uniform again.
+        Args:
+            pick: draws the class at a position, from its weights there times what their logarithms [C] are given for: how likely the rest
+                is accepted after each, relative to the likeliest.
         """
-        state, edges = self.start, self.edges
-        classes, left_W = np.zeros(len(self.log_WC), dtype=np.int64), np.zeros(len(self.log_WC))
-        for at, uniform in enumerate(uniform_W):
-            edge_E = slice(edges.first_S[state], edges.first_S[state + 1])
-            class_E, target_E = edges.class_E[edge_E], edges.target_E[edge_E]
-            log_E = self.log_WC[at, class_E] + self.to_end[at + 1, target_E]
-            weight_E = np.exp(log_E - log_E.max())
-            sum_E = weight_E.cumsum()
-            goal = uniform * sum_E[-1]
-            picked = min(int(sum_E.searchsorted(goal, "right")), int(sum_E.searchsorted(sum_E[-1])))  # never one of weight 0
-            before = sum_E[picked - 1] if picked else 0.0
-            classes[at] = class_E[picked]
-            left_W[at] = min(max((goal - before) / weight_E[picked], 0.0), 1 - 2.0**-53)
-            state = int(target_E[picked])
-        return classes, left_W
+        state, classes = self.start, np.zeros(len(self.log_WC), dtype=np.int64)
+        for at, log_C in enumerate(self.log_WC):
+            rest_C = np.where(log_C > -np.inf, self.to_end[at + 1, self.automaton.next_SC[state]], -np.inf)
+            rest_C = rest_C - rest_C.max()
+            classes[at] = pick(at, np.where(rest_C > -ROUNDING, 0.0, rest_C))
+            state = int(self.automaton.next_SC[state, classes[at]])
+        return classes
 
-    def best(self, first_token: Callable[[int, int], int]) -> np.ndarray:
+    def best(self, first_token: Callable[[int, int], int]) -> np.ndarray | None:
         """The class [W] at each position of the path of the largest weight (Viterbi 1967), where weights are those of best tokens. Among
-        equal ones the lower token comes first: `first_token` is the lowest of the best tokens at a position and of a class."""
+        equal ones the lower token comes first: `first_token` is the lowest of the best tokens at a position and of a class. None: no path
+        is accepted."""
         edges, steps = self.edges, len(self.log_WC)
         most = np.full((steps + 1, len(self.end_S)), -np.inf)
         most[-1] = self.end_S
         for at in reversed(range(steps)):
             step_E = self.log_WC[at, edges.class_E] + most[at + 1, edges.target_E]
             most[at, edges.source_with_pairs] = np.maximum.reduceat(step_E, edges.first_S[edges.source_with_pairs])
+        if most[0, self.start] == -np.inf:
+            return None
         state, classes = self.start, np.zeros(steps, dtype=np.int64)
         for at in range(steps):
             edge_E = np.arange(edges.first_S[state], edges.first_S[state + 1])
@@ -132,8 +141,5 @@ class Paths:
 
 def sums(log_E: np.ndarray, start: np.ndarray) -> np.ndarray:
     """log(sum(exp)) over segments of the last axis, each from one start to the next."""
-    largest = np.maximum.reduceat(log_E, start, axis=-1)
-    offset = np.where(largest == -np.inf, 0.0, largest)
-    length = np.diff(np.append(start, log_E.shape[-1]))
-    with np.errstate(divide="ignore"):
-        return offset + np.log(np.add.reduceat(np.exp(log_E - np.repeat(offset, length, axis=-1)), start, axis=-1))
+    found: np.ndarray = np.logaddexp.reduceat(log_E, start, axis=-1)
+    return found

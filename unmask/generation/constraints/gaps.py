@@ -10,7 +10,7 @@ import numpy as np
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.constraints.automaton import TokenAutomaton
+from unmask.generation.constraints.automaton import End, TokenAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.vocabulary import read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
@@ -27,7 +27,7 @@ class Gap:
 
 
 def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerConfig, where: str, *, completion: bool) -> tuple[Gap, ...]:
-    """The gaps of a sequence; none without a constraint. A completion is one gap, in which end tokens may follow the text.
+    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may follow the text.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -38,12 +38,13 @@ def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerCon
     vocabulary = read_vocabulary(lm)
     allowed = set(config.allowed_tokens or range(lm.config.vocab_size)) - set(config.forbidden_tokens or ())
     banned = [token for token in range(lm.config.vocab_size) if token not in allowed]
+    end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
     gaps, start = [], 0
     for is_hidden, run in groupby(hidden):
         stop = start + len(list(run))
         if is_hidden:
             at_start = completion or start == 0
-            automaton = compile_constraint(config.constraint, vocabulary, ends=completion, at_start=at_start)
+            automaton = compile_constraint(config.constraint, vocabulary, end=end, at_start=at_start)
             gaps.append(Gap(start, stop, automaton, automaton.live_classes(banned)))
             _check_length(gaps[-1], where, completion=completion)
         start = stop

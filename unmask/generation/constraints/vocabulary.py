@@ -30,19 +30,21 @@ class Vocabulary:
     Attributes:
         bytes_V: of each token; None: it matches no text (special tokens, the mask token, ids without a token).
         end_token_ids: tokens that end a text.
-        fill_token_ids: tokens that may stand after the end: end tokens and padding.
+        fill_token_ids: end tokens and padding.
+        never_token_ids: tokens that are never produced: the mask token.
         strips_space: whether decoding removes a space at the start of a text.
     """
 
     bytes_V: tuple[bytes | None, ...]
     end_token_ids: tuple[int, ...] = ()
     fill_token_ids: tuple[int, ...] = ()
+    never_token_ids: tuple[int, ...] = ()
     strips_space: bool = False
 
     @cached_property
     def digest(self) -> bytes:
         """A hash of the content."""
-        content = repr((self.bytes_V, self.end_token_ids, self.fill_token_ids, self.strips_space))
+        content = repr((self.bytes_V, self.end_token_ids, self.fill_token_ids, self.never_token_ids, self.strips_space))
         return blake2b(content.encode(), digest_size=16).digest()
 
 
@@ -70,7 +72,7 @@ def read_vocabulary(lm: DiffusionLM) -> Vocabulary:
         for number, name in enumerate(names):
             if name is not None and number not in special:
                 bytes_V[number] = (added[number].content.encode() if number in added else write(name)) or None
-        known[key] = Vocabulary(tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), strips_space)
+        known[key] = Vocabulary(tuple(bytes_V), tuple(sorted(ends)), tuple(sorted(ends | pad)), (lm.mask_token_id,), strips_space)
     return known[key]
 
 
