@@ -184,6 +184,7 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
             VLLM | {"block_size": 32},
             r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or sample a diffusion",
         ),
+        (VLLM | {"constraint": {"regex": "a*"}}, r"^rollout\.backend and constraint: vllm decodes a causal"),
         (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and ignores steps"),
         (VLLM | {"policy": "entropy"}, r"^rollout\.backend and policy: vllm decodes a causal"),
         (

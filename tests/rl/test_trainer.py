@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -334,6 +335,21 @@ def test_a_bandit_is_learnt(method, tmp_path):
     )
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6
+
+
+@pytest.mark.parametrize("method", ["diffu-grpo", "trace-rl"])
+def test_completions_match_a_constraint(method, tmp_path):
+    pytest.importorskip("outlines_core")
+    judged: list[str] = []
+
+    def share(completions: list[str], **_: Any) -> list[float]:
+        judged.extend(completions)
+        return share_of_a(completions)
+
+    make("grpo", tmp_path, method=method, reward=share, constraint={"regex": "[ab]{2,}c?"}, max_completion_length=5, max_steps=3).train()
+    assert len({*judged}) > 2 and all(re.fullmatch("[ab]{2,}c?", text) for text in judged)
+    with pytest.raises(ConfigError, match="contradict one another"):
+        make("grpo", tmp_path, constraint={"regex": "a", "json": True})
 
 
 def test_held_out_prompts_are_answered_greedily(tmp_path):

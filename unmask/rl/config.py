@@ -131,6 +131,9 @@ class GRPOConfig(TrainingConfig):
         "Treatment of tokens after the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
+    constraint: dict[str, Any] | None = setting(
+        None, "What completions have to match: choice, regex, json_schema or json (docs/generation.md); unset: nothing"
+    )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout", on_resume=NEUTRAL)
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
@@ -227,11 +230,8 @@ class GRPOConfig(TrainingConfig):
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
-            raise ConfigError(
-                "prompts are sampled in groups, each once per epoch",
-                where="train_sampling_strategy",
-                remedy="Leave it out, or set curriculum",
-            )
+            what, remedy = "prompts are sampled in groups, each once per epoch", "Leave it out, or set curriculum"
+            raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
         for field in fields(self):
             if field.name in fixed_settings(method) and self._is_set(field):
                 value = self._default_of(field)
@@ -364,6 +364,7 @@ class GRPOConfig(TrainingConfig):
             block_size=self.block_size,
             policy=self.policy,  # type: ignore[arg-type]
             temperature=temperature,
+            constraint=self.constraint,  # type: ignore[arg-type]
             stop_at_eos=bool(self.stop_at_eos),
             seed=seed,
             batch_size=self.rollout_batch_size,
