@@ -336,7 +336,8 @@ def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, opti
     "args, message",
     [
         (["--constraint-json", "--constraint-regex", "a"], "constraint.json: regex and json contradict one another"),
-        (["--constraint-json-schema", "absent.json"], "neither a JSON object nor a file"),
+        (["--constraint-json-schema", "absent.json"], "neither a text with '{' nor a file"),
+        (["--constraint-grammar", "absent.lark"], "neither a text with 'start:' nor a file"),
         (["--constraint-json-schema", "{"], "is not JSON"),
     ],
 )

@@ -31,20 +31,29 @@ with warnings.catch_warnings():
         json_schema: dict[str, Any] | str | None = None
         """JSON that fits this schema: a mapping, or its JSON text."""
         json: bool = False  # type: ignore[assignment]
-        """Any JSON value, with arrays and objects nested two deep at most."""
+        """Any JSON value."""
+        grammar: str | None = None
+        """A text of this context-free grammar, in Lark's syntax; it begins with the rule `start`."""
+        depth: int = Field(default=2, ge=0)
+        """json and grammar: how deep arrays and objects, or any rule, may be nested in themselves. Recursion at the beginning or at the end
+        of rules, as of lists, is not bounded."""
 
         def model_post_init(self, _: object) -> None:
-            given = [name for name in ("choice", "regex", "json_schema") if getattr(self, name) is not None] + ["json"] * self.json
+            texts = ("choice", "regex", "json_schema", "grammar")
+            given = [name for name in texts if getattr(self, name) is not None] + ["json"] * self.json
             if len(given) != 1:
                 what = f"{' and '.join(given)} contradict one another" if given else "says nothing that text could match"
-                raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema and json")
+                raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema, json and grammar")
+            if self.grammar is None and not self.json and "depth" in self.model_fields_set:
+                raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
             if isinstance(self.json_schema, str):
                 self.schema_object()
 
         @property
         def kind(self) -> str:
             """The name of the setting."""
-            return next(name for name in ("choice", "regex", "json_schema", "json") if getattr(self, name) not in (None, False))
+            names = ("choice", "regex", "json_schema", "json", "grammar")
+            return next(name for name in names if getattr(self, name) not in (None, False))
 
         def schema_object(self) -> Any:
             """The schema as an object. Raises ConfigError for text that is not JSON."""

@@ -14,8 +14,8 @@ import typer
 from unmask.config.base import Config
 from unmask.errors import ConfigError
 
-TEXTS = {"json_schema"}
-"""Fields that hold an object; their options take its JSON text, or a file that holds it."""
+TEXTS = {"json_schema": "{", "grammar": "start:"}
+"""Fields whose options take a text, which holds this, or a file with the text."""
 
 
 def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
             for option in own.keys() - by_default:
                 *section, field = fields[option]
                 inside = given.setdefault(section[0], {}) if section else given
-                inside[field] = _text_of(own[option]) if field in TEXTS else own[option]
+                inside[field] = _text_of(own[option], TEXTS[field]) if field in TEXTS else own[option]
             built[name] = configs[name](**given)
         command(**built, **values)
 
@@ -66,14 +66,14 @@ def _inner_config(annotation: Any) -> type[Config] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)), None)
 
 
-def _text_of(value: str) -> str:
-    """A JSON object as it is, or the text of the file that a path names. Raises ConfigError for a file that cannot be read."""
-    if value.lstrip().startswith("{"):
+def _text_of(value: str, holds: str) -> str:
+    """A text as it is, or that of the file that a path names. Raises ConfigError for a file that cannot be read."""
+    if holds in value:
         return value
     try:
         return Path(value).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"is neither a JSON object nor a file: {error}", where=value, remedy="Give one of them") from None
+        raise ConfigError(f"is neither a text with {holds!r} nor a file: {error}", where=value, remedy="Give one of them") from None
 
 
 def _option_name(section: str, field: str) -> str:

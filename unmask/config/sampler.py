@@ -76,7 +76,7 @@ class SamplerConfig(Config):
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
     """Token ids that are not produced. The mask token never is."""
     constraint: ConstraintConfig | None = None
-    """What the completion, or each gap of a text to fill, has to match (`choice`, `regex`, `json_schema` or `json`)."""
+    """What the completion, or each gap of a text to fill, has to match (`choice`, `regex`, `json_schema`, `json` or `grammar`)."""
     stop_at_eos: bool = True
     """Whether a completion ends with the first of the model's end tokens (`DiffusionLM.eos_token_ids`)."""
     cache: Literal["exact", "prefix", "dual"] = "exact"

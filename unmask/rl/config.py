@@ -132,7 +132,7 @@ class GRPOConfig(TrainingConfig):
         choices=("hidden", "shown", "learnt"),
     )
     constraint: dict[str, Any] | None = setting(
-        None, "What completions have to match: choice, regex, json_schema or json (docs/generation.md); unset: nothing"
+        None, "What completions have to match: choice, regex, json_schema, json or grammar (docs/generation.md); unset: nothing"
     )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout", on_resume=NEUTRAL)
 

@@ -88,7 +88,7 @@ def byte_automata(patterns: Sequence[str], where: str) -> list[ByteAutomaton]:
         if isinstance(result, str):
             what, remedy = _reason(pattern, result)
             raise GenerationError(what, where=where, remedy=remedy)
-        automata.append(_minimal(*result))
+        automata.append(_read(*result))
         if len(automata[-1].next_S256) > MAX_STATES:
             raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=where, remedy=too_large)
     return automata
@@ -126,8 +126,8 @@ def _reason(pattern: str, message: str) -> tuple[str, str]:
     return message.splitlines()[0], "Correct the pattern; its syntax is that of Rust's regex crate"
 
 
-def _minimal(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
-    """The smallest equal automaton: states are split until those of one group act alike (Moore 1956)."""
+def _read(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
+    """The smallest automaton of what the library has built."""
     names = {state: number for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))}
     dead = len(names)
     next_S256 = np.full((dead + 1, 256), dead, dtype=np.int32)
@@ -139,6 +139,12 @@ def _minimal(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]
         last_S = next_S256[last_S, byte]
     accepts_S = np.isin(last_S, [names[state] for state in accepting])
     next_S256[:, LAST.encode()[0]] = dead  # with it the other private characters of the last plane
+    return minimal(next_S256, names[start], accepts_S)
+
+
+def minimal(next_S256: np.ndarray, start: int, accepts_S: np.ndarray) -> ByteAutomaton:
+    """The smallest equal automaton: states are split until those of one group act alike (Moore 1956). The last state has to be dead."""
+    dead = len(next_S256) - 1
     byte_C = np.unique(number_rows(next_S256.T), return_index=True)[1]  # one of each group of bytes that act alike
     group_S: np.ndarray = accepts_S.astype(np.int32)
     for _ in range(MAX_ROUNDS):
@@ -152,7 +158,7 @@ def _minimal(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]
     order_G = np.concatenate([np.delete(np.arange(len(first_G)), group_S[dead]), group_S[[dead]]])  # the dead state last
     place_G = np.argsort(order_G).astype(np.int32)
     kept_G = first_G[order_G]
-    return ByteAutomaton(place_G[group_S[next_S256[kept_G]]], int(place_G[group_S[names[start]]]), accepts_S[kept_G])
+    return ByteAutomaton(place_G[group_S[next_S256[kept_G]]], int(place_G[group_S[start]]), accepts_S[kept_G])
 
 
 def number_rows(rows: np.ndarray) -> np.ndarray:

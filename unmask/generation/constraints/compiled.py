@@ -11,8 +11,8 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError, require
 from unmask.generation.constraints.automaton import End, TokenAutomaton, token_automaton
 from unmask.generation.constraints.byte_automaton import byte_automata
+from unmask.generation.constraints.grammars import JSON, grammar_automaton
 from unmask.generation.constraints.schemas import Reader, patterns
-from unmask.generation.constraints.string_patterns import json_pattern
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 CACHE_BYTES = 2**28
@@ -37,7 +37,10 @@ def compile_constraint(
         if key in _cache:
             _cache.move_to_end(key)
             return _cache[key]
-    (automaton,) = byte_automata([regex_of(constraint, where)], where)
+    if constraint.json or constraint.grammar is not None:
+        automaton = grammar_automaton(constraint.grammar or JSON, constraint.depth, where)
+    else:
+        (automaton,) = byte_automata([regex_of(constraint, where)], where)
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
         _cache[key] = compiled
@@ -47,13 +50,11 @@ def compile_constraint(
 
 
 def regex_of(constraint: ConstraintConfig, where: str) -> str:
-    """The regular expression of a constraint. Errors as in `compile_constraint`."""
+    """The regular expression of a choice, a pattern or a schema. Errors as in `compile_constraint`."""
     if constraint.regex is not None:
         return constraint.regex
     if constraint.choice is not None:
         return "|".join(f"(?:{escape(text)})" for text in constraint.choice)
-    if constraint.json:
-        return json_pattern()
     require("outlines_core", "constraints", where=where)
     from outlines_core.json_schema import build_regex_from_schema
 

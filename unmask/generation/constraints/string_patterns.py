@@ -28,9 +28,6 @@ FORMATS = {
     "uuid": "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 }
 """Common forms of each format: all of them valid, but not all that are."""
-SCALAR = r'"(?:[^"\\\x00-\x1F]|\\["\\/bfnrt])*"|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?|true|false|null'
-JSON_DEPTH = 2
-"""Of arrays and objects in any JSON value; one more would take minutes to compile."""
 
 
 def string_pattern(pattern: Any, where: str) -> str:
@@ -70,12 +67,3 @@ def _class_end(body: str, start: int, where: str) -> int:
     if at >= len(body):
         raise GenerationError(f"the class at character {start + 1} is not closed", where=where, remedy="Add a ]")
     return at + 1
-
-
-def json_pattern(depth: int = JSON_DEPTH) -> str:
-    """The pattern of all JSON values with arrays and objects nested so deep at most, with a space or none after commas and colons."""
-    value = SCALAR
-    for _ in range(depth):
-        pair = rf'"(?:[^"\\\x00-\x1F]|\\["\\/bfnrt])*": ?(?:{value})'
-        value = rf"{SCALAR}|\[(?:(?:{value})(?:, ?(?:{value}))*)?\]|\{{(?:{pair}(?:, ?{pair})*)?\}}"
-    return value

@@ -1,0 +1,142 @@
+"""Grammars as automata: their language as Lark parses it, nested so deep at most."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from tests.generation.constraints.vocabularies import SMALL, text_of, walks
+from tests.generation.tiny_models import every_pattern, tiny
+from unmask.config.constraint import ConstraintConfig
+from unmask.config.run import SamplerConfig
+from unmask.errors import ConfigError, GenerationError
+from unmask.generation import naive, sampler
+from unmask.generation.constraints import grammars
+from unmask.generation.constraints.byte_automaton import ByteAutomaton
+from unmask.generation.constraints.compiled import compile_constraint
+from unmask.generation.constraints.grammars import grammar_automaton
+
+lark = pytest.importorskip("lark")
+pytest.importorskip("outlines_core")
+
+ARITHMETIC = """
+start: sum
+sum: product | sum "+" product
+product: atom | product "*" atom
+atom: "a" | "(" sum ")"
+"""
+GRAMMARS = {
+    "arithmetic": (ARITHMETIC, "a+*()", 6),
+    "palindromes": ('start: "a" start "a" | "b" start "b" | "c"', "abc", 7),
+    "as many": ('start: "a" start "b" | "a" "b"', "ab", 8),
+    "from the right": ('start: "a" start | other\nother: "b" start | "c"', "abc", 7),
+    "from the left": ('start: start "a" | "b" | other\nother: start "c"', "abc", 7),
+    "lists": ('start: "(" item* ")"\nitem: start | "a" ","?', "a(),", 6),
+    "optional": ('start: ["a"] "b"~2..3 | empty "c"\nempty:', "abc", 5),
+    "ignored": ('start: "a" ("b" start)? "c"\n%ignore " "', "abc ", 7),
+    "terminals": ('start: WORD ("," WORD)*\nWORD: /a[ab]*/ | "b"i', "abB,", 6),
+}
+
+
+def accepts(automaton: ByteAutomaton, text: str) -> bool:
+    state = automaton.start
+    for byte in text.encode():
+        state = automaton.next_S256[state, byte]
+    return bool(automaton.accepts_S[state])
+
+
+def parses(parser: lark.Lark, text: str) -> bool:
+    try:
+        parser.parse(text)
+    except lark.exceptions.UnexpectedInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_the_language_is_that_of_lark(name):
+    """All texts that are too short to be nested deeper."""
+    grammar, alphabet, longest = GRAMMARS[name]
+    automaton, parser = grammar_automaton(grammar, 4, ""), lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
+    found = 0
+    for length in range(longest + 1):
+        for text in map("".join, itertools.product(alphabet, repeat=length)):
+            expected = parses(parser, text)
+            assert accepts(automaton, text) == expected, text
+            found += expected
+    assert found > 2
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_only_nested_recursion_is_bounded(depth):
+    automaton = grammar_automaton(ARITHMETIC, depth, "")
+    for nested in range(4):
+        assert accepts(automaton, "(" * nested + "a*a+" * 50 + "a" + ")" * nested) == (nested <= depth)
+
+
+@pytest.mark.parametrize("grammar", ['start: start start | "a" | "(" start ")"', 'start: "x" start | start "y" | "z"'])
+def test_a_rule_that_recurs_at_both_ends_accepts_no_more_than_its_language(grammar):
+    automaton, parser = grammar_automaton(grammar, 2, ""), lark.Lark(grammar, parser="earley", lexer="dynamic_complete")
+    alphabet = sorted({character for character in grammar if character in "axyz()"} - {"a"} | ({"a"} if '"a"' in grammar else set()))
+    texts = ["".join(text) for length in range(1, 6) for text in itertools.product(alphabet, repeat=length)]
+    accepted = [text for text in texts if accepts(automaton, text)]
+    assert len(accepted) > 8 and all(parses(parser, text) for text in accepted)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_any_json_is_nested_no_deeper(depth):
+    automaton = compile_constraint(ConstraintConfig(json=True, depth=depth), SMALL, end="none")
+    for length in (4, 9, 14):
+        for tokens in walks(automaton, length, 10):
+            json.loads(text_of(tokens))
+    nested = grammar_automaton(grammars.JSON, depth, "")
+    for levels in range(5):
+        for text in ("[" * levels + "1" + "]" * levels, '{"a": ' * levels + "-1.5e3" + "}" * levels):
+            assert accepts(nested, text) == (levels <= depth)
+    assert accepts(nested, r'"\n\"é"') and not accepts(nested, '"\n"') and not accepts(nested, "01")
+
+
+@every_pattern
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_completions_are_in_the_language_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, temperature):
+    lm, grammar = tiny("phi", attention, block_size, eos_bias=1.0), 'start: "a" start "b" | "c" ("d" | "e")*'
+    config = SamplerConfig(max_new_tokens=12, tokens_per_step=2, temperature=temperature, constraint={"grammar": grammar})
+    config = config.model_copy(update={"tokens_per_step": None}) if attention == "causal" else config
+    prompts, parser = [[4, 5, 6], [9], [4, 5, 6], [7]], lark.Lark(grammar, parser="earley")
+    generation = sampler.generate(lm, prompts, config)
+    assert generation.tokens == naive.generate(lm, prompts, config).tokens
+    assert all(parses(parser, text) for text in generation.texts)
+
+
+def test_lark_reads_strings_of_its_own_grammar():
+    """`common.ESCAPED_STRING` looks behind, which no automaton does."""
+    automaton = grammar_automaton("start: ESCAPED_STRING\n%import common.ESCAPED_STRING", 0, "")
+    assert accepts(automaton, r'"a \" b"') and not accepts(automaton, r'"a\"') and not accepts(automaton, "a")
+
+
+@pytest.mark.parametrize(
+    "grammar, where, what",
+    [
+        ("start: a", "", "Rule 'a' used but not defined"),
+        ('start: "a', "", "line 1 column 8"),
+        ('begin: "a"', "", "start"),
+        ("start: WORD\nWORD: /a(?=b)/", ".WORD", "look-around"),
+        ('start: "(" start ")"', "", "no text of it"),
+    ],
+)
+def test_a_grammar_that_is_invalid_is_refused(grammar, where, what):
+    with pytest.raises(GenerationError, match=what) as error:
+        compile_constraint(ConstraintConfig(grammar=grammar), SMALL)
+    assert str(error.value.where) == f"constraint.grammar{where}"
+
+
+def test_a_grammar_whose_automaton_is_too_large_is_refused(monkeypatch):
+    with pytest.raises(GenerationError, match="more than 200,000 states"):
+        grammar_automaton(grammars.JSON, 9, "")
+    monkeypatch.setattr(grammars, "MAX_STATES", 100)
+    with pytest.raises(GenerationError, match="more than 100 states, or takes more"):
+        grammar_automaton(grammars.JSON, 2, "")
+    with pytest.raises(ConfigError, match="has no effect without json or a grammar"):
+        ConstraintConfig(regex="a", depth=1)
