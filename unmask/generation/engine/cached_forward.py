@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.generation.engine.slots import BatchEntry, Slots, as_columns
+from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry, as_columns
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
@@ -75,7 +75,7 @@ def cached_pass(
     offset_N = position_N - base_B1[member_N, 0]
     query_N = torch.where(offset_N < shift, num_clean - 1, num_clean + ahead_N * width + offset_N - shift)
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
-    return _run(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
+    return run_pass(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
 def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
@@ -84,7 +84,7 @@ def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEnt
     start_B1, base_B1 = as_columns(spans, slots.ids_SC.device)
     position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
-    _run(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
+    run_pass(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
 
 
 def partial_pass(
@@ -97,7 +97,7 @@ def partial_pass(
     position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
     index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0] - shift
-    return _run(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
+    return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
@@ -132,8 +132,18 @@ def _queries(
     )
 
 
-def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: Queries, columns: int, index_N: Tensor) -> Tensor:
-    """One pass over the first columns of the cache: logits at the queries `index_N`."""
+def run_pass(
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[BatchEntry | SpeculativeEntry],
+    queries: Queries,
+    columns: int,
+    index_N: Tensor,
+    *,
+    windows: bool = False,
+) -> Tensor:
+    """One pass over the first columns of the cache: logits at the queries `index_N`. With `windows`, the model's sliding windows apply, as
+    they do in a causal model."""
     assert slots.cache is not None
     slot_indices = [entry.slot for entry in entries]
     layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
@@ -147,7 +157,7 @@ def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: 
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:
         allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])
-    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if lm.attention == "causal" else None
+    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if windows or lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
     inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
     return lm.forward(inputs, slots.cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.output import Trace
+from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -55,6 +56,23 @@ class BatchEntry(NamedTuple):
             return self.length
         drafts = len(self.draft.ids_GW) if self.draft else 0
         return self.end(lm) - self.num_cached + drafts * (self.end(lm) - self.base(lm))
+
+
+class SpeculativeEntry(NamedTuple):
+    """One sequence of a pass of mode self-speculative: clean positions from `first` to `base`, drafts of the tokens after them, and masks
+    from each position on that may be the first whose draft is refused."""
+
+    slot: int
+    length: int  # of the whole sequence
+    first: int
+    base: int
+    draft_G: Tensor
+    num_masks: int
+
+    @property
+    def num_columns(self) -> int:
+        """The cache columns of the pass: of positions before the first mask, and of the masks."""
+        return self.base + len(self.draft_G) + (len(self.draft_G) + 1) * self.num_masks
 
 
 def as_columns(values: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
@@ -123,6 +141,14 @@ class Slots:
         for name in ("log_prob_SC", "sampled_SC", "entropy_SC"):
             getattr(self, name)[slot] = 0.0
         return slot
+
+    def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
+        """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
+        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = decision.token_N[index_J], False, step_J.to(self.step_SC.dtype)
+        records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
+        for table, values_N in zip((self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True):
+            if values_N is not None:
+                table[at] = values_N[index_J].double()
 
     def remove(self, slot: int) -> int:
         """Free a slot: the last one in use moves there. Returns its old index."""
