@@ -16,24 +16,36 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
-from unmask.generation.requests import Request, block_start, make_requests
+from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
 from unmask.generation.speculation import draft_inputs, draw_drafts, num_drafts, probabilities, verify
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
 
-def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+def generate(
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    config: SamplerConfig | None = None,
+    keys: Sequence[int] | None = None,
+    verifier: DiffusionLM | None = None,
+) -> Generation:
     """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy settings are ignored."""
     config = config or SamplerConfig()
-    return complete(lm, make_requests(lm, prompts, config, keys), config)
+    return complete(lm, make_requests(lm, prompts, config, keys), config, verifier)
 
 
 @torch.no_grad()
-def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
     """Complete requests one by one."""
-    with evaluating(lm):
-        make = _speculate if config.self_speculative else _denoise
-        traces = [make(lm, request, config) for request in requests]
+    if verifier is not None:
+        check_verifier(lm, verifier)
+        for request in requests:
+            check_verified(verifier, request, config)
+    with evaluating(lm), evaluating(verifier or lm):
+        if config.self_speculative:
+            traces = [_speculate(lm, verifier, request, config) for request in requests]
+        else:
+            traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
 
 
@@ -83,12 +95,12 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     return trace
 
 
-def _speculate(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
-    """Tokens of the causal reading, one after the other. A round ends with the first token that is not its draft."""
+def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, config: SamplerConfig) -> Trace:
+    """Tokens of the verifier, or of the model's causal reading, one after the other. A round ends with the first that is not its draft."""
     ids = list(request.prompt)
     steps: list[int] = []
     decisions: list[Decision] = []
-    key_1, causal = torch.tensor([request.key], device=lm.device), lm.as_causal()
+    key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
     none = torch.zeros_like(key_1), torch.zeros(1, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device)
     drafts: list[tuple[Tensor, Tensor]] = []  # tokens, and the distributions that they were drawn from
     passes = num_drafted = num_accepted = 0
@@ -106,7 +118,7 @@ def _speculate(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trac
             if ended or not accepted_1:
                 break
         passes += 1
-        drafts = [] if ended else _drafts(lm, request, ids, config)
+        drafts = [] if ended else _drafts(lm, request, ids, config, seen=len(ids) - (verifier is None))
     rest = request.length - len(ids)
 
     def record(field: str) -> list[float]:
@@ -120,11 +132,12 @@ def _speculate(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trac
     return trace
 
 
-def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerConfig) -> list[tuple[Tensor, Tensor]]:
-    """Drafts of the next tokens, given the text before the last one. In the place of the last one the model sees a mask, because the engine
-    drafts in the pass that verifies, before it is known which draft is refused."""
+def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerConfig, seen: int) -> list[tuple[Tensor, Tensor]]:
+    """Drafts of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
+    because the engine drafts in the pass that verifies, before it is known which draft is refused."""
     count = min(num_drafts(lm, config), request.length - len(ids))
-    logits_TV = lm.forward(draft_inputs(lm, ids[:-1], count + 1))[0]
+    num_masks = min(num_drafts(lm, config) + 1, request.length - seen)
+    logits_TV = lm.forward(draft_inputs(lm, ids[:seen], num_masks))[0]
     drafts = []
     for position in range(len(ids), len(ids) + count):
         logits_1V, present_1V = logits_TV[position - int(lm.logit_shift)][None], torch.zeros_like(logits_TV[:1], dtype=torch.bool)

@@ -131,6 +131,32 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     return attention_block
 
 
+def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
+    """Raise GenerationError unless the second model can verify the drafts of the first: a causal one, with the same tokens."""
+    if not verifier.autoregressive:
+        remedy = "Give a causal model, or the causal reading (`.as_causal()`) of one with a causal context"
+        raise GenerationError(f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy)
+    words, others = lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
+    sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, verifier))
+    if words != others or sizes != other_sizes:
+        what = f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's tokenizer"
+        if words == others:
+            what = f"has {other_sizes[0]} token ids and mask token {other_sizes[1]}, the drafting model {sizes[0]} and {sizes[1]}"
+        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer and mask token")
+    if verifier.device != lm.device:
+        what = f"is on {verifier.device}, and the drafting model on {lm.device}"
+        raise GenerationError(what, where="verifier", remedy="Load both on one device")
+
+
+def check_verified(verifier: DiffusionLM, request: Request, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request that is not to be verified, or too long for the verifying model."""
+    if not config.self_speculative:
+        raise GenerationError(f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'")
+    if verifier.context_length is not None and request.length > verifier.context_length:
+        what = f"{request.length} tokens exceed its context of {verifier.context_length}"
+        raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
+
+
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     """Raise GenerationError for an id that the model has no embedding for."""
     size = lm.config.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import astuple
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.generation.tiny_models import PROMPTS, Watch, prompt_lists, tiny
 from unmask.config.run import SamplerConfig
+from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine
@@ -116,3 +118,43 @@ def test_memory_is_bounded_by_the_configuration():
     engine = Engine(lm, max_batch_tokens=30)
     with pytest.raises(GenerationError, match=r"max_batch_tokens: 46 tokens exceed 30\. Raise it"):
         engine.submit(make_requests(lm, [[4] * 22], config)[0], config)
+
+
+def small_verifier(logit_shift: bool):
+    """A model that drafts for another one, which has the same tokenizer and other weights."""
+    lm = tiny("phi", "block_causal", 4, logit_shift, causal_context=True, time_embedding=True)
+    return lm, tiny("gpt2", "causal", eos_bias=-1.0)
+
+
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_another_causal_model_verifies(logit_shift, temperature):
+    lm, verifier = small_verifier(logit_shift)
+    config = SamplerConfig(mode=MODE, max_new_tokens=9, temperature=temperature, batch_size=3, trace=True)
+    generation, expected = (make(lm, PROMPTS, config, verifier=verifier) for make in (sampler.generate, naive.generate))
+    for trace, other in zip(generation.trace, expected.trace, strict=True):
+        assert_equal(trace, other)
+    if temperature == 0:
+        assert generation.tokens == sampler.generate(verifier, PROMPTS, SamplerConfig(max_new_tokens=9)).tokens
+    assert 0 < generation.accepted_drafts < 1
+
+
+def test_a_model_verifies_its_own_causal_reading_with_more_kept_drafts():
+    """The verifier that the model is itself: the text of the mode, drafted with the last token known."""
+    lm = tiny("phi", "block_causal", 4, True, causal_context=True)
+    config = SamplerConfig(mode=MODE, max_new_tokens=12)
+    one, two = sampler.generate(lm, PROMPTS, config), sampler.generate(lm, PROMPTS, config, verifier=lm.as_causal())
+    assert one.tokens == two.tokens and two.accepted_drafts > one.accepted_drafts
+
+
+def test_verifiers_that_do_not_fit_are_refused():
+    lm, verifier = small_verifier(True)
+    config = SamplerConfig(mode=MODE, max_new_tokens=4)
+    with pytest.raises(GenerationError, match=r"verifier: is a model of block_causal attention\. Give a causal model"):
+        sampler.generate(lm, ["a"], config, verifier=lm)
+    with pytest.raises(GenerationError, match="verifier: has no effect with mode 'denoise'"):
+        sampler.generate(lm, ["a"], SamplerConfig(max_new_tokens=4), verifier=verifier)
+    other = copy.copy(verifier)
+    other.tokenizer = character_tokenizer("abcdeg")
+    with pytest.raises(GenerationError, match="verifier: 3 entries differ from those of the drafting model's tokenizer"):
+        sampler.generate(lm, ["a"], config, verifier=other)

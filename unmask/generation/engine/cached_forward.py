@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry, as_columns
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -78,13 +79,13 @@ def cached_pass(
     return run_pass(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
-def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
-    """Cache the keys and values of the clean tokens before the current blocks."""
+def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None) -> None:
+    """Cache the keys and values of the clean tokens before the current blocks; `cache` as for `run_pass`."""
     spans = [(entry.num_cached, entry.base(lm)) for entry in entries]
     start_B1, base_B1 = as_columns(spans, slots.ids_SC.device)
     position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
-    run_pass(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
+    run_pass(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1), cache=cache)
 
 
 def partial_pass(
@@ -141,10 +142,16 @@ def run_pass(
     index_N: Tensor,
     *,
     windows: bool = False,
+    cache: SlotCache | None = None,
 ) -> Tensor:
-    """One pass over the first columns of the cache: logits at the queries `index_N`. With `windows`, the model's sliding windows apply, as
-    they do in a causal model."""
-    assert slots.cache is not None
+    """One pass over the first columns of the cache: logits at the queries `index_N`.
+
+    Args:
+        windows: whether the model's sliding windows apply, as they do in a causal model.
+        cache: another cache than that of the slots.
+    """
+    cache = slots.cache if cache is None else cache
+    assert cache is not None
     slot_indices = [entry.slot for entry in entries]
     layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
     fraction_BQ = None  # of hidden tokens
@@ -160,4 +167,4 @@ def run_pass(
     positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if windows or lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
     inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
-    return lm.forward(inputs, slots.cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))
+    return lm.forward(inputs, cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))

@@ -24,7 +24,7 @@ from unmask.generation.engine.speculate import begin, speculate
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
-from unmask.generation.requests import Request, block_start, check_settings
+from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
 from unmask.generation.speculation import num_drafts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -39,6 +39,7 @@ class Engine:
 
     Args:
         batch_size: the most sequences that run at once, at least 1.
+        verifier: in mode self-speculative, the causal model that verifies drafts; None: the model itself.
         max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
 
     Attributes:
@@ -50,14 +51,17 @@ class Engine:
         GenerationError: batch_size is below 1.
     """
 
-    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
-        self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
+    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: DiffusionLM | None = None):
+        self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.create_cache()
+        if verifier is not None:
+            check_verifier(lm, verifier)
+            self.slots.create_verifier_cache()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
@@ -78,6 +82,8 @@ class Engine:
             GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
         """
         check_settings(self.lm, config)
+        if self.verifier is not None:
+            check_verified(self.verifier, request, config)
         if (request.counts is None) != config.parallel or bool(request.gaps) != (config.constraint is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
@@ -122,7 +128,7 @@ class Engine:
     def _denoise(self) -> None:
         """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
         of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
-        with evaluating(self.lm):
+        with evaluating(self.lm), evaluating(self.verifier or self.lm):
             self._admit()
             sequences = [sequence for sequence in self.running if sequence.speculation is None]
             if sequences:
@@ -196,7 +202,7 @@ class Engine:
             sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
             self.running.append(sequence)
         if self.slots.cache is not None:
-            self.slots.cache.clear([slot for sequence in entering for slot in sequence.slots])
+            self.slots.clear_caches([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
             self._prefill(set(entering))
 
@@ -223,10 +229,13 @@ class Engine:
                     copies.setdefault((source, base), []).append(slot)
         for causal, entries in uncached.items():
             for bucket in buckets([entry.start for entry in entries], self._alone):
-                cache_clean_tokens(self.lm.as_causal() if causal else self.lm, self.slots, [entries[index] for index in bucket])
+                members = [entries[index] for index in bucket]
+                cache_clean_tokens(self.lm.as_causal() if causal else self.lm, self.slots, members)
+                if causal and self.verifier is not None:
+                    cache_clean_tokens(self.verifier, self.slots, members, self.slots.verifier_cache)
                 self.num_forward_passes += 1
         for (source, base), targets in copies.items():
-            self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
+            self.slots.copy_keys(source, torch.tensor(targets, device=self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now does the cache hold them
             sequence.num_cached = self._prefix(sequence)
@@ -242,7 +251,7 @@ class Engine:
         sequences = [sequence for sequence in self.running if sequence.speculation is not None]
         if sequences:
             self.num_forward_passes += 1
-            for sequence in speculate(self.lm, self.slots, sequences, alone=self._alone):
+            for sequence in speculate(self.lm, self.verifier, self.slots, sequences, alone=self._alone):
                 self._finish(sequence)
 
     @property

@@ -93,6 +93,7 @@ class Slots:
         self.mask_token_id = mask_token_id
         self.count = 0
         self.cache: SlotCache | None = None
+        self.verifier_cache: SlotCache | None = None  # of another model, which verifies the drafts of this one
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
@@ -106,14 +107,33 @@ class Slots:
             width = min(columns, old.shape[1])
             new[: self.count, :width] = old[: self.count, :width]
             setattr(self, name, new)
-        if self.cache is not None:
-            self.cache.reserve(slots, columns)
+        for cache in self._caches:
+            cache.reserve(slots, columns)
 
     def create_cache(self) -> None:
         """Create the key-value cache, unless there is one."""
         if self.cache is None:
             self.cache = SlotCache()
             self.cache.reserve(*self.ids_SC.shape)
+
+    def create_verifier_cache(self) -> None:
+        """Create the key-value cache of the model that verifies drafts."""
+        self.verifier_cache = SlotCache()
+        self.verifier_cache.reserve(*self.ids_SC.shape)
+
+    @property
+    def _caches(self) -> list[SlotCache]:
+        return [cache for cache in (self.cache, self.verifier_cache) if cache is not None]
+
+    def clear_caches(self, slots: Sequence[int]) -> None:
+        """Zero the keys and values of slots."""
+        for cache in self._caches:
+            cache.clear(slots)
+
+    def copy_keys(self, source: int, targets: Tensor, columns: int) -> None:
+        """Copy the keys and values of the first columns of a slot to others."""
+        for cache in self._caches:
+            cache.copy(source, targets, columns)
 
     def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
@@ -156,8 +176,8 @@ class Slots:
         if slot != self.count:
             for name in TABLES:
                 getattr(self, name)[slot] = getattr(self, name)[self.count]
-            if self.cache is not None:
-                self.cache.copy(self.count, slot, self.cache.shape[1])
+            for cache in self._caches:
+                cache.copy(self.count, slot, cache.shape[1])
         return self.count
 
     def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from unmask.generation.engine.forward import buckets
 from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
-from unmask.generation.engine.speculative_forward import speculative_pass
+from unmask.generation.engine.speculative_forward import draft_pass, speculative_pass
 from unmask.generation.engine.steps import SequenceState, Speculation
 from unmask.generation.output import end_of
 from unmask.generation.policies import Decision
@@ -26,17 +26,20 @@ from unmask.models.diffusion_lm import DiffusionLM
 def begin(lm: DiffusionLM, request: Request) -> Speculation:
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
-    return Speculation(request.start, none, torch.zeros(0, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device))
+    return Speculation(request.start, request.start, none, torch.zeros(0, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device))
 
 
-def speculate(lm: DiffusionLM, slots: Slots, sequences: Sequence[SequenceState], alone: bool) -> list[SequenceState]:
+def speculate(
+    lm: DiffusionLM, verifier: DiffusionLM | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
+) -> list[SequenceState]:
     """One round of each sequence. Those of different settings or very different lengths have separate passes; with `alone`, all have.
-    Returns the finished ones."""
+    Returns the finished ones. `verifier`: the causal model that verifies; None: the model itself."""
     finished: list[SequenceState] = []
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         alike = [sequence for sequence in sequences if sequence.config is config]
         for bucket in buckets([_state(sequence).position - sequence.num_cached for sequence in alike], alone):
-            finished += _round(lm, slots, [alike[index] for index in bucket])
+            members = [alike[index] for index in bucket]
+            finished += _round(lm, slots, members) if verifier is None else _round_of_two(lm, verifier, slots, members)
     return finished
 
 
@@ -54,13 +57,31 @@ def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> lis
     ]
     causal_BJV, masked_BJGV = speculative_pass(lm, slots, entries)
     refused, finished = _reveal(lm, slots, sequences, causal_BJV)
-    for sequence, state in zip(sequences, states, strict=True):
-        sequence.num_cached = state.position - 1
-        sequence.steps_done, sequence.num_forward_passes = sequence.steps_done + 1, sequence.num_forward_passes + 1
     going_on = [member for member, sequence in enumerate(sequences) if sequence not in finished]
     if going_on:
         at = torch.tensor([(member, refused[member]) for member in going_on], device=masked_BJGV.device)
         _draft(slots, [sequences[member] for member in going_on], masked_BJGV[at[:, 0], at[:, 1]])
+    return finished
+
+
+def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
+    """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
+    states, count = [_state(sequence) for sequence in sequences], num_drafts(lm, sequences[0].config)
+    entries = [
+        SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, 0)
+        for each, state in zip(sequences, states, strict=True)
+    ]
+    causal_BJV, _ = speculative_pass(verifier, slots, entries, cache=slots.verifier_cache)
+    _, finished = _reveal(lm, slots, sequences, causal_BJV)
+    going_on = [sequence for sequence in sequences if sequence not in finished]
+    if going_on:
+        entries = []
+        for sequence in going_on:
+            state = _state(sequence)
+            first, none = min(state.num_drafter_cached, state.position - 1), state.draft_G[:0]
+            entries.append(SpeculativeEntry(sequence.slots[0], sequence.request.length, first, state.position, none, count + 1))
+            state.num_drafter_cached = state.position
+        _draft(slots, going_on, draft_pass(lm, slots, entries)[:, :count])
     return finished
 
 
@@ -80,6 +101,8 @@ def _reveal(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logit
         state.position += count
         if state.position == request.length or tokens[count - 1] in ends:
             finished.append(sequence)
+        sequence.num_cached = state.position - 1
+        sequence.steps_done, sequence.num_forward_passes = sequence.steps_done + 1, sequence.num_forward_passes + 1
     member_N, column_N, slot_N, position_N, step_N = torch.tensor(revealed, device=kept_B.device).unbind(1)
     slots.write((slot_N, position_N), decision, member_N * shape[1] + column_N, step_N)
     return kept, finished

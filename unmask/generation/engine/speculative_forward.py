@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.generation.engine.cached_forward import Queries, run_pass
+from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -33,12 +34,26 @@ class _Plan:
     offset_Q: Tensor  # the position after the first one that is not decided
 
 
-def speculative_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> tuple[Tensor, Tensor]:
+def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> Tensor:
+    """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last clean token predicts the
+    first one."""
+    clean_BJV, masked_BJGV = speculative_pass(lm, slots, entries, skipped=0)
+    return torch.cat([clean_BJV, masked_BJGV[:, 0]], 1) if lm.logit_shift else masked_BJGV[:, 0]
+
+
+def speculative_pass(
+    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], skipped: int = 1, cache: SlotCache | None = None
+) -> tuple[Tensor, Tensor]:
     """Run the pass. Where a sequence has fewer drafts, masks or positions than others, the results are undefined.
+
+    Args:
+        skipped: the masks of each group whose tokens are not predicted.
+        cache: another cache than that of the slots.
 
     Returns:
         [B, 1 + G, V]: the causal reading's logits of the token at `base`, and of the token after each draft.
-        [B, 1 + G, W - 1, V]: for the masks after each number of drafts, the logits of the tokens from the second mask on.
+        [B, 1 + G, W - skipped, V]: for the masks after each number of drafts, the logits of their tokens without the first ones; with a
+        logit shift, never that of the first one, which the token before it predicts.
     """
     plan = _plan(entries, slots.ids_SC.device)
     queries = _queries(lm, slots, entries, plan)
@@ -46,11 +61,13 @@ def speculative_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[Speculativ
     width, count = plan.num_masks, len(plan.group_Q)
     mask_GW = torch.arange(text, count, device=plan.group_Q.device).view(groups, width)
     causal_G = torch.arange(plan.num_clean - 1, text, device=mask_GW.device)
-    row_R = torch.cat([causal_G, mask_GW[:, 1 - shift : width - shift].flatten()])
+    predicting_GW = mask_GW[:, max(skipped - shift, 0) : max(width - shift, 0)]
+    row_R = torch.cat([causal_G, predicting_GW.flatten()])
     index_BR = torch.arange(len(entries), device=row_R.device)[:, None] * count + row_R
     columns = max(entry.num_columns for entry in entries)
-    logits_BRV = run_pass(lm, slots, entries, queries, columns, index_BR.flatten(), windows=True).unflatten(0, index_BR.shape)
-    return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, (groups, width - 1))
+    logits_NV = run_pass(lm, slots, entries, queries, columns, index_BR.flatten(), windows=True, cache=cache)
+    logits_BRV = logits_NV.unflatten(0, index_BR.shape)
+    return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, predicting_GW.shape)
 
 
 def _plan(entries: Sequence[SpeculativeEntry], device: torch.device) -> _Plan:

@@ -26,6 +26,7 @@ class Speculation:
     """The progress of a sequence in mode self-speculative."""
 
     position: int  # of the first token that is not decided
+    num_drafter_cached: int  # positions whose keys the drafting model has cached, where another one verifies
     draft_G: Tensor  # tokens from there on
     drafted_GV: Tensor  # the distributions that they were drawn from
     num_drafted: int = 0  # tokens so far that were verified
