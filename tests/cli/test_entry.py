@@ -282,6 +282,7 @@ SAMPLERS = [
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
+    SamplerConfig(mode="self-speculative", drafts=3, temperature=1.0),
 ]
 
 

@@ -16,6 +16,7 @@ from unmask.commands.inputs import read_pattern, without_folder
 from unmask.commands.processes import ALONE, Processes
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
+from unmask.config.sampler import OF_DENOISING
 from unmask.errors import ConfigError
 from unmask.evaluation.comparison import Comparison, Difference, Named, compare
 from unmask.evaluation.result_file import EvaluationResult
@@ -26,10 +27,7 @@ BEFORE, AFTER = "before", "after"
 RESULT = "retention.json"
 SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_tokens"}
 """The settings by which both models are read."""
-OF_DENOISING = {
-    *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
-    *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "cache", "refresh_interval", "early_commit", "drafts"),
-}
+NOT_OF_CAUSAL_MODELS = {*OF_DENOISING, "drafts", "mode"} - {"constraint"}
 """The settings of a sampler that say nothing to a causal model, which writes one token a step."""
 OF_ESTIMATES = {"samples", "estimator"}
 """The settings of likelihoods that are estimates, which those of a causal model are not."""
@@ -86,7 +84,7 @@ def measure_retention(
     for each, without in ((earlier, causal), (model, False)):
         left_out = {"against"} | (OF_ESTIMATES if without else set())
         measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
-        sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=OF_DENOISING if without else None))
+        sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None))
         path = output if each is model or output is None else result_before(output)
         results.append(evaluate(each, measured, sampled, path, harness, processes, reuse=reuse and each is earlier, replace=replace))
     if processes.rank:

@@ -10,6 +10,12 @@ from unmask.config.base import Config, OnResume
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError
 
+OF_DENOISING = (
+    *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
+    *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
+)
+"""The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
+
 
 class SamplerConfig(Config):
     """How to generate.
@@ -20,6 +26,9 @@ class SamplerConfig(Config):
 
     on_resume = OnResume.ACTS  # evaluations use it; rollouts of reinforcement learning have settings of their own
 
+    mode: Literal["denoise", "self-speculative"] = "denoise"
+    """denoise: reveal hidden tokens step by step. self-speculative: for block-causal models with a causal context, the tokens of the model
+    that reads the text from left to right, drafted by denoising and verified in the next forward pass (docs/generation.md)."""
     max_new_tokens: int = Field(default=128, ge=1)
     """The length of the completion, in tokens; shorter where it stops at an end token."""
     steps: int | None = Field(default=None, ge=1)
@@ -90,7 +99,7 @@ class SamplerConfig(Config):
     """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that agree; 0: none."""
     drafts: int = Field(default=0, ge=0, le=32)
     """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not change. Faster if memory bandwidth
-    is the limit (few sequences, small blocks)."""
+    is the limit (few sequences, small blocks). Mode self-speculative: tokens drafted ahead; 0: the attention block less one, at most 7."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
@@ -103,6 +112,10 @@ class SamplerConfig(Config):
     """Whether to record the step at which each token was revealed."""
 
     def model_post_init(self, _: object) -> None:
+        if self.self_speculative:
+            for name in OF_DENOISING:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ConfigError(f"has no effect with mode {self.mode!r}", where=name, remedy="Leave it out, or use mode 'denoise'")
         rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
         if len(rules) > 1:
             raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them")
@@ -136,6 +149,11 @@ class SamplerConfig(Config):
             raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'")
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
             raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more")
+
+    @property
+    def self_speculative(self) -> bool:
+        """Whether tokens are those of the model's causal reading, drafted by denoising."""
+        return self.mode == "self-speculative"
 
     @property
     def parallel(self) -> bool:

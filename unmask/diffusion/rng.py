@@ -31,6 +31,8 @@ class Stream(IntEnum):
     ROLLOUT = 5
     ORDER_NOISE = 6
     REVEAL_STEP = 7
+    DRAFT = 8
+    ACCEPT = 9
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -16,22 +16,36 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
-from unmask.generation.requests import Request, block_start, make_requests
+from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
+from unmask.generation.speculation import draft_inputs, draw_drafts, num_drafts, probabilities, verify
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
 
-def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+def generate(
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    config: SamplerConfig | None = None,
+    keys: Sequence[int] | None = None,
+    verifier: DiffusionLM | None = None,
+) -> Generation:
     """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy settings are ignored."""
     config = config or SamplerConfig()
-    return complete(lm, make_requests(lm, prompts, config, keys), config)
+    return complete(lm, make_requests(lm, prompts, config, keys), config, verifier)
 
 
 @torch.no_grad()
-def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
     """Complete requests one by one."""
-    with evaluating(lm):
-        traces = [_denoise(lm, request, config) for request in requests]
+    if verifier is not None:
+        check_verifier(lm, verifier)
+        for request in requests:
+            check_verified(verifier, request, config)
+    with evaluating(lm), evaluating(verifier or lm):
+        if config.self_speculative:
+            traces = [_speculate(lm, verifier, request, config) for request in requests]
+        else:
+            traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
 
 
@@ -79,6 +93,59 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     if config.trace:
         trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
     return trace
+
+
+def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, config: SamplerConfig) -> Trace:
+    """Tokens of the verifier, or of the model's causal reading, one after the other. A round ends with the first that is not its draft."""
+    ids = list(request.prompt)
+    steps: list[int] = []
+    decisions: list[Decision] = []
+    key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
+    none = torch.zeros_like(key_1), torch.zeros(1, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device)
+    drafts: list[tuple[Tensor, Tensor]] = []  # tokens, and the distributions that they were drawn from
+    passes = num_drafted = num_accepted = 0
+    ended = False
+    while not ended:
+        num_drafted += len(drafts)
+        for draft_1, drafted_1V in [*drafts, none]:
+            logits_1V = causal.logits(torch.tensor([[*ids, lm.mask_token_id]], device=lm.device))[:, -1]
+            position_1, present_1V = torch.tensor([len(ids)], device=lm.device), torch.zeros_like(logits_1V, dtype=torch.bool)
+            present_1V[:, ids] = True
+            decision, accepted_1 = verify(logits_1V, drafted_1V, draft_1, config, key_1, position_1, present_1V)
+            ids, steps, decisions = [*ids, int(decision.token_N)], [*steps, passes], [*decisions, decision]
+            num_accepted += int(accepted_1)
+            ended = len(ids) == request.length or (request.stop_at_eos and ids[-1] in lm.eos_token_ids)
+            if ended or not accepted_1:
+                break
+        passes += 1
+        drafts = [] if ended else _drafts(lm, request, ids, config, seen=len(ids) - (verifier is None))
+    rest = request.length - len(ids)
+
+    def record(field: str) -> list[float]:
+        return [float(getattr(decision, field)) for decision in decisions] + [0.0] * rest
+
+    canvas = [*ids, *[lm.mask_token_id] * rest][request.start :]
+    trace = Trace(canvas, [*steps, *[-1] * rest], record("log_prob_N"), forward_passes=passes)
+    trace.num_drafted, trace.num_accepted = num_drafted, num_accepted
+    if config.trace:
+        trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
+    return trace
+
+
+def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerConfig, seen: int) -> list[tuple[Tensor, Tensor]]:
+    """Drafts of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
+    because the engine drafts in the pass that verifies, before it is known which draft is refused."""
+    count = min(num_drafts(lm, config), request.length - len(ids))
+    num_masks = min(num_drafts(lm, config) + 1, request.length - seen)
+    logits_TV = lm.forward(draft_inputs(lm, ids[:seen], num_masks))[0]
+    drafts = []
+    for position in range(len(ids), len(ids) + count):
+        logits_1V, present_1V = logits_TV[position - int(lm.logit_shift)][None], torch.zeros_like(logits_TV[:1], dtype=torch.bool)
+        present_1V[:, ids] = True
+        drafted_1V = probabilities(logits_1V, config, present_1V)
+        key_1, position_1 = (torch.tensor([number], device=lm.device) for number in (request.key, position))
+        drafts.append((draw_drafts(drafted_1V, config, key_1, position_1), drafted_1V))
+    return drafts
 
 
 def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:

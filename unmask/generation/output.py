@@ -23,6 +23,7 @@ class Trace:
         sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
         entropies: of the model's distribution there, in nats; only with `config.trace`.
         forward_passes: passes over the sequence.
+        num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and those that were kept.
     """
 
     canvas: list[int]
@@ -31,6 +32,8 @@ class Trace:
     sampled_log_probs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
     forward_passes: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Generation:
             exact cache, and from vLLM.
         denoising_steps: of each sequence, with those that revealed only what follows its end token; drafts save passes, not steps. None
             from vLLM.
+        accepted_drafts: with mode self-speculative, the fraction of drafted tokens that were kept, over all sequences; else None.
     """
 
     prompts: list[list[int]] = field(repr=False)
@@ -62,6 +66,7 @@ class Generation:
     agreement: float | None = None
     prompt_reuse: float | None = None
     denoising_steps: list[int] | None = None
+    accepted_drafts: float | None = None
 
 
 def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
@@ -83,6 +88,7 @@ def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequen
         shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
         ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stop_at_eos else shown)
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
+    num_drafted = sum(trace.num_drafted for trace in traces)
     return Generation(
         prompts=[request.prompt for request in requests],
         texts=[text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in tokens],
@@ -92,4 +98,5 @@ def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequen
         forward_passes=[trace.forward_passes for trace in traces],
         denoising_steps=[max(trace.steps, default=-1) + 1 for trace in traces],
         trace=list(traces) if config.trace else None,
+        accepted_drafts=sum(trace.num_accepted for trace in traces) / num_drafted if num_drafted else None,
     )

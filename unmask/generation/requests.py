@@ -61,7 +61,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
             what = f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of {lm.context_length}"
             raise GenerationError(what, where=where, remedy="Shorten the prompt or lower max_new_tokens")
         check_ids(lm, prompt, where)
-        if lm.logit_shift and not prompt:
+        if (lm.logit_shift or config.self_speculative) and not prompt:
             raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
@@ -75,6 +75,9 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
     """Encode texts with mask tokens into requests. Arguments and errors as in `unmask.infill`."""
     encoded = encode_all(lm.tokenizer, texts, "texts", keep=[lm.tokenizer.mask_token])
     attention_block = check_settings(lm, config)
+    if config.self_speculative:
+        what = f"{config.mode!r} completes prompts, and the text after a gap would not be read"
+        raise GenerationError(what, where="mode", remedy="Use mode 'denoise', or cut the text at its first gap and complete it")
     requests = []
     for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
@@ -96,6 +99,11 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises GenerationError for settings
     that do not fit the model."""
     attention_block = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
+    if config.self_speculative and (not lm.causal_context or attention_block == 1):
+        what = f"{config.mode!r} drafts blocks, and this one's are of one token" if lm.causal_context else f"{config.mode!r} needs a model"
+        what += "" if lm.causal_context else " that reads finished blocks from left to right"
+        remedy = "Use mode 'denoise', or a model of `unmask convert --recipe block` (block_causal with causal_context)"
+        raise GenerationError(what, where="mode", remedy=remedy)
     if attention_block is not None and config.block_size not in (None, attention_block):
         what = f"decoding block {config.block_size} for an attention block of {attention_block}"
         remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < attention_block else "")
@@ -121,6 +129,32 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     if len(impossible) >= lm.config.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return attention_block
+
+
+def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
+    """Raise GenerationError unless the second model can verify the drafts of the first: a causal one, with the same tokens."""
+    if not verifier.autoregressive:
+        remedy = "Give a causal model, or the causal reading (`.as_causal()`) of one with a causal context"
+        raise GenerationError(f"is a model of {verifier.attention} attention", where="verifier", remedy=remedy)
+    words, others = lm.tokenizer.get_vocab(), verifier.tokenizer.get_vocab()
+    sizes, other_sizes = ((each.config.vocab_size, each.mask_token_id) for each in (lm, verifier))
+    if words != others or sizes != other_sizes:
+        what = f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's tokenizer"
+        if words == others:
+            what = f"has {other_sizes[0]} token ids and mask token {other_sizes[1]}, the drafting model {sizes[0]} and {sizes[1]}"
+        raise GenerationError(what, where="verifier", remedy="Give a model with the same tokenizer and mask token")
+    if verifier.device != lm.device:
+        what = f"is on {verifier.device}, and the drafting model on {lm.device}"
+        raise GenerationError(what, where="verifier", remedy="Load both on one device")
+
+
+def check_verified(verifier: DiffusionLM, request: Request, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request that is not to be verified, or too long for the verifying model."""
+    if not config.self_speculative:
+        raise GenerationError(f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'")
+    if verifier.context_length is not None and request.length > verifier.context_length:
+        what = f"{request.length} tokens exceed its context of {verifier.context_length}"
+        raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
 
 
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:

@@ -15,7 +15,13 @@ from unmask.generation.requests import Request, make_infill_requests, make_reque
 from unmask.models.diffusion_lm import DiffusionLM
 
 
-def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+def generate(
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    config: SamplerConfig | None = None,
+    keys: Sequence[int] | None = None,
+    verifier: DiffusionLM | None = None,
+) -> Generation:
     """Complete prompts by denoising.
 
     Args:
@@ -23,6 +29,7 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
         prompts: strings, chat messages or lists of token ids, of any lengths.
         config: policy, steps, temperature, ...
         keys: of the random numbers, one per prompt; None: a hash of each prompt and its repeat number.
+        verifier: in mode self-speculative, a causal model with the same tokenizer, whose text it shall be; None: `lm.as_causal()`.
 
     Returns:
         One completion per prompt, in order. It does not depend on the other prompts.
@@ -31,7 +38,7 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
         GenerationError: an empty or too long prompt, or settings that do not fit the model.
     """
     config = config or SamplerConfig()
-    return complete(lm, make_requests(lm, prompts, config, keys), config)
+    return complete(lm, make_requests(lm, prompts, config, keys), config, verifier)
 
 
 def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
@@ -57,9 +64,9 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
     return complete(lm, make_infill_requests(lm, texts, config, keys), config)
 
 
-def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
     """Complete requests; with lossy settings also measure their agreement with the exact sampler."""
-    generation = _run(lm, requests, config)
+    generation = _run(lm, requests, config, verifier)
     if config.lossy is None or not config.agreement_prompts or not requests:
         return generation
     some = requests[: config.agreement_prompts]
@@ -80,10 +87,10 @@ def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list
     return [list(compress(tokens, request.hidden[request.start :])) for tokens, request in pairs]
 
 
-def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
     """Run requests through an engine: the longest first, so that memory is allocated once, and equal prompts together, so that their keys
     are computed once."""
-    engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
+    engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens, verifier=verifier)
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
     index = {engine.submit(requests[i], config): i for i in order}
     traces = {index[ticket]: trace for ticket, trace in engine.run()}

@@ -139,7 +139,7 @@ def test_refusals_name_the_reason():
         lm = RemoteLM(url, TOKENIZER)
         with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
             lm.generate([[4]])
-        for meaningless in ({"threshold": 0.9}, {"steps": 4}, {"cache": "dual"}, {"drafts": 2}):
+        for meaningless in ({"threshold": 0.9}, {"steps": 4}, {"cache": "dual"}, {"drafts": 2}, {"mode": "self-speculative"}):
             with pytest.raises(GenerationError, match=f"{next(iter(meaningless))}: has no effect on a causal server"):
                 lm.generate([[4]], SamplerConfig(**meaningless))
         with pytest.raises(GenerationError, match="prompts is one string"):

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.generation.engine.slots import BatchEntry, Slots, as_columns
+from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry, as_columns
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
@@ -75,16 +76,16 @@ def cached_pass(
     offset_N = position_N - base_B1[member_N, 0]
     query_N = torch.where(offset_N < shift, num_clean - 1, num_clean + ahead_N * width + offset_N - shift)
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
-    return _run(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
+    return run_pass(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
-def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
-    """Cache the keys and values of the clean tokens before the current blocks."""
+def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None) -> None:
+    """Cache the keys and values of the clean tokens before the current blocks; `cache` as for `run_pass`."""
     spans = [(entry.num_cached, entry.base(lm)) for entry in entries]
     start_B1, base_B1 = as_columns(spans, slots.ids_SC.device)
     position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
-    _run(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
+    run_pass(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1), cache=cache)
 
 
 def partial_pass(
@@ -97,7 +98,7 @@ def partial_pass(
     position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
     index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0] - shift
-    return _run(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
+    return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
@@ -132,9 +133,25 @@ def _queries(
     )
 
 
-def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: Queries, columns: int, index_N: Tensor) -> Tensor:
-    """One pass over the first columns of the cache: logits at the queries `index_N`."""
-    assert slots.cache is not None
+def run_pass(
+    lm: DiffusionLM,
+    slots: Slots,
+    entries: Sequence[BatchEntry | SpeculativeEntry],
+    queries: Queries,
+    columns: int,
+    index_N: Tensor,
+    *,
+    windows: bool = False,
+    cache: SlotCache | None = None,
+) -> Tensor:
+    """One pass over the first columns of the cache: logits at the queries `index_N`.
+
+    Args:
+        windows: whether the model's sliding windows apply, as they do in a causal model.
+        cache: another cache than that of the slots.
+    """
+    cache = slots.cache if cache is None else cache
+    assert cache is not None
     slot_indices = [entry.slot for entry in entries]
     layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
     fraction_BQ = None  # of hidden tokens
@@ -147,7 +164,7 @@ def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: 
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:
         allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])
-    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if lm.attention == "causal" else None
+    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if windows or lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
     inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
-    return lm.forward(inputs, slots.cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))
+    return lm.forward(inputs, cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))

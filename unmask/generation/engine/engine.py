@@ -20,10 +20,12 @@ from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.speculate import begin, speculate
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
-from unmask.generation.requests import Request, block_start, check_settings
+from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
+from unmask.generation.speculation import num_drafts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -37,6 +39,7 @@ class Engine:
 
     Args:
         batch_size: the most sequences that run at once, at least 1.
+        verifier: in mode self-speculative, the causal model that verifies drafts; None: the model itself.
         max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
 
     Attributes:
@@ -48,14 +51,17 @@ class Engine:
         GenerationError: batch_size is below 1.
     """
 
-    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
-        self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
+    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: DiffusionLM | None = None):
+        self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.create_cache()
+        if verifier is not None:
+            check_verifier(lm, verifier)
+            self.slots.create_verifier_cache()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
@@ -76,11 +82,16 @@ class Engine:
             GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
         """
         check_settings(self.lm, config)
+        if self.verifier is not None:
+            check_verified(self.verifier, request, config)
         if (request.counts is None) != config.parallel or bool(request.gaps) != (config.constraint is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
+        if config.self_speculative:  # masks after each number of drafts
+            columns = request.length + (num_drafts(self.lm, config) + 1) ** 2
         sequence = SequenceState(self._tickets, request, config, columns)
+        sequence.speculation = begin(self.lm, request) if config.self_speculative else None
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
             what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
@@ -116,12 +127,14 @@ class Engine:
     @torch.no_grad()
     def _denoise(self) -> None:
         """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
-        of several), and `_draft` the next states."""
-        with evaluating(self.lm):
+        of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
+        with evaluating(self.lm), evaluating(self.verifier or self.lm):
             self._admit()
-            if self.running:
-                sequences, predictions = list(self.running), self._predict()
+            sequences = [sequence for sequence in self.running if sequence.speculation is None]
+            if sequences:
+                predictions = self._predict(sequences)
                 self._draft(sequences, predictions, self._reveal(sequences, predictions))
+            self._speculate()
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
         """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns
@@ -189,7 +202,7 @@ class Engine:
             sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
             self.running.append(sequence)
         if self.slots.cache is not None:
-            self.slots.cache.clear([slot for sequence in entering for slot in sequence.slots])
+            self.slots.clear_caches([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
             self._prefill(set(entering))
 
@@ -201,46 +214,66 @@ class Engine:
     def _prefill(self, entering: set[SequenceState]) -> None:
         """Cache the keys and values of the prompts. Each is computed once; if a running sequence has the same prompt, they are copied."""
         assert self.slots.cache is not None
-        known: dict[tuple[bool, tuple[int, ...]], int] = {}
-        uncached: list[BatchEntry] = []
+        known: dict[tuple[bool, bool, tuple[int, ...]], int] = {}
+        uncached: dict[bool, list[BatchEntry]] = {False: [], True: []}  # by whether they are read as by the causal model
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.running:
-            base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # from there on tokens differ once revealed
+            base, causal = self._prefix(sequence), sequence.config.self_speculative
             if base == 0 or (sequence not in entering and sequence.num_cached < base):
                 continue
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
-                source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
+                source = known.setdefault((sequence.config.deterministic, causal, tuple(ids[:base])), slot)
                 if sequence in entering and source == slot:
-                    uncached.append(BatchEntry(slot, base, base, base))
+                    uncached[causal].append(BatchEntry(slot, base, base, base))
                 elif sequence in entering:
                     copies.setdefault((source, base), []).append(slot)
-        alone = any(sequence.config.deterministic for sequence in self.running)
-        for bucket in buckets([entry.start for entry in uncached], alone):
-            cache_clean_tokens(self.lm, self.slots, [uncached[index] for index in bucket])
-            self.num_forward_passes += 1
+        for causal, entries in uncached.items():
+            for bucket in buckets([entry.start for entry in entries], self._alone):
+                members = [entries[index] for index in bucket]
+                cache_clean_tokens(self.lm.as_causal() if causal else self.lm, self.slots, members)
+                if causal and self.verifier is not None:
+                    cache_clean_tokens(self.verifier, self.slots, members, self.slots.verifier_cache)
+                self.num_forward_passes += 1
         for (source, base), targets in copies.items():
-            self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
+            self.slots.copy_keys(source, torch.tensor(targets, device=self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now does the cache hold them
-            first = sequence.request.blocks[0][0]
-            sequence.num_cached = block_start(first, self.lm.block_size)
-            self.prompt_tokens += first * sequence.num_slots
+            sequence.num_cached = self._prefix(sequence)
+            self.prompt_tokens += sequence.request.blocks[0][0] * sequence.num_slots
 
-    def _predict(self) -> Predictions:
+    def _prefix(self, sequence: SequenceState) -> int:
+        """The number of tokens whose keys do not depend on what is revealed: those before the first block, or before the completion."""
+        first = sequence.request.blocks[0][0]
+        return first if sequence.config.self_speculative else block_start(first, self.lm.block_size)
+
+    def _speculate(self) -> None:
+        """One round of the sequences of mode self-speculative; finished ones leave."""
+        sequences = [sequence for sequence in self.running if sequence.speculation is not None]
+        if sequences:
+            self.num_forward_passes += 1
+            for sequence in speculate(self.lm, self.verifier, self.slots, sequences, alone=self._alone):
+                self._finish(sequence)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether every sequence has passes of its own."""
+        return any(sequence.config.deterministic for sequence in self.running)
+
+    def _predict(self, sequences: list[SequenceState]) -> Predictions:
         """Logits at every hidden position of the current blocks, after guidance."""
-        guided = [sequence for sequence in self.running if sequence.num_slots == 2]
-        entries = [self._entry(sequence, sequence.slots[0]) for sequence in self.running]
+        guided = [sequence for sequence in sequences if sequence.num_slots == 2]
+        entries = [self._entry(sequence, sequence.slots[0]) for sequence in sequences]
         entries += [self._entry(sequence, sequence.slots[1]) for sequence in guided]
-        predictions = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.running))
+        predictions = predict(self.lm, self.slots, entries, alone=self._alone)
         self.num_forward_passes += 1
-        for sequence in self.running:
+        for sequence in sequences:
             sequence.num_forward_passes += 1
         if not guided:
             return predictions
-        count, device = len(self.running), predictions.member_N.device
+        count, device = len(sequences), predictions.member_N.device
         unconditional = {sequence: count + number for number, sequence in enumerate(guided)}
-        unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
-        weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
+        unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(sequences)], device=device)
+        weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
         current_N = (predictions.ahead_N == 0).nonzero().squeeze(1)
         place_BC = torch.full((len(entries), self.slots.ids_SC.shape[1]), -1, device=device)
         place_BC[predictions.member_N[current_N], predictions.position_N[current_N]] = current_N
@@ -268,9 +301,7 @@ class Engine:
         stopped = self._stopped([sequence for sequence in sequences if sequence in ended])
         for sequence in sequences:
             if sequence in stopped or sequence.block == len(sequence.request.blocks):
-                trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
-                self.finished.append((sequence.ticket, trace))
-                self._leave(sequence)
+                self._finish(sequence)
 
     def _ended(self, sequences: list[SequenceState]) -> set[SequenceState]:
         """The sequences whose current block has no hidden token left."""
@@ -287,6 +318,13 @@ class Engine:
         end_token_ids = torch.tensor(self.lm.eos_token_ids, device=self.slots.ids_SC.device)
         decoded = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in stopping]
         return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_token_ids).any() for span in decoded]))
+
+    def _finish(self, sequence: SequenceState) -> None:
+        trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
+        if sequence.speculation is not None:
+            trace.num_drafted, trace.num_accepted = sequence.speculation.num_drafted, sequence.speculation.num_accepted
+        self.finished.append((sequence.ticket, trace))
+        self._leave(sequence)
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)

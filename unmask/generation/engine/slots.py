@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.output import Trace
+from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -57,6 +58,23 @@ class BatchEntry(NamedTuple):
         return self.end(lm) - self.num_cached + drafts * (self.end(lm) - self.base(lm))
 
 
+class SpeculativeEntry(NamedTuple):
+    """One sequence of a pass of mode self-speculative: clean positions from `first` to `base`, drafts of the tokens after them, and masks
+    from each position on that may be the first whose draft is refused."""
+
+    slot: int
+    length: int  # of the whole sequence
+    first: int
+    base: int
+    draft_G: Tensor
+    num_masks: int
+
+    @property
+    def num_columns(self) -> int:
+        """The cache columns of the pass: of positions before the first mask, and of the masks."""
+        return self.base + len(self.draft_G) + (len(self.draft_G) + 1) * self.num_masks
+
+
 def as_columns(values: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
     """The fields of tuples, each as a tensor [B, 1]."""
     return torch.tensor(values, device=device)[:, :, None].unbind(1)
@@ -75,6 +93,7 @@ class Slots:
         self.mask_token_id = mask_token_id
         self.count = 0
         self.cache: SlotCache | None = None
+        self.verifier_cache: SlotCache | None = None  # of another model, which verifies the drafts of this one
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
@@ -88,14 +107,33 @@ class Slots:
             width = min(columns, old.shape[1])
             new[: self.count, :width] = old[: self.count, :width]
             setattr(self, name, new)
-        if self.cache is not None:
-            self.cache.reserve(slots, columns)
+        for cache in self._caches:
+            cache.reserve(slots, columns)
 
     def create_cache(self) -> None:
         """Create the key-value cache, unless there is one."""
         if self.cache is None:
             self.cache = SlotCache()
             self.cache.reserve(*self.ids_SC.shape)
+
+    def create_verifier_cache(self) -> None:
+        """Create the key-value cache of the model that verifies drafts."""
+        self.verifier_cache = SlotCache()
+        self.verifier_cache.reserve(*self.ids_SC.shape)
+
+    @property
+    def _caches(self) -> list[SlotCache]:
+        return [cache for cache in (self.cache, self.verifier_cache) if cache is not None]
+
+    def clear_caches(self, slots: Sequence[int]) -> None:
+        """Zero the keys and values of slots."""
+        for cache in self._caches:
+            cache.clear(slots)
+
+    def copy_keys(self, source: int, targets: Tensor, columns: int) -> None:
+        """Copy the keys and values of the first columns of a slot to others."""
+        for cache in self._caches:
+            cache.copy(source, targets, columns)
 
     def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
@@ -124,14 +162,22 @@ class Slots:
             getattr(self, name)[slot] = 0.0
         return slot
 
+    def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
+        """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
+        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = decision.token_N[index_J], False, step_J.to(self.step_SC.dtype)
+        records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
+        for table, values_N in zip((self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True):
+            if values_N is not None:
+                table[at] = values_N[index_J].double()
+
     def remove(self, slot: int) -> int:
         """Free a slot: the last one in use moves there. Returns its old index."""
         self.count -= 1
         if slot != self.count:
             for name in TABLES:
                 getattr(self, name)[slot] = getattr(self, name)[self.count]
-            if self.cache is not None:
-                self.cache.copy(self.count, slot, self.cache.shape[1])
+            for cache in self._caches:
+                cache.copy(self.count, slot, cache.shape[1])
         return self.count
 
     def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:

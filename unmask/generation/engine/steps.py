@@ -21,6 +21,18 @@ from unmask.generation.policies import Decision, count_remasked, decide, first_b
 from unmask.generation.requests import Request
 
 
+@dataclass
+class Speculation:
+    """The progress of a sequence in mode self-speculative."""
+
+    position: int  # of the first token that is not decided
+    num_drafter_cached: int  # positions whose keys the drafting model has cached, where another one verifies
+    draft_G: Tensor  # tokens from there on
+    drafted_GV: Tensor  # the distributions that they were drawn from
+    num_drafted: int = 0  # tokens so far that were verified
+    num_accepted: int = 0  # and kept
+
+
 @dataclass(eq=False)
 class SequenceState:
     """A request and its progress."""
@@ -36,6 +48,7 @@ class SequenceState:
     num_forward_passes: int = 0
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
     draft: Draft | None = None  # the predicted states after the next steps
+    speculation: Speculation | None = None  # in mode self-speculative
 
     @property
     def span(self) -> tuple[int, int]:
@@ -73,12 +86,7 @@ def reveal(slots: Slots, sequences: list[SequenceState], predictions: Prediction
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
     member_J = predictions.member_N[index_J]
     at = (slot_B[member_J], predictions.position_N[index_J])
-    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[index_J], False
-    slots.step_SC[at] = step_B[member_J].to(slots.step_SC.dtype)
-    records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
-    for table, values_N in zip((slots.log_prob_SC, slots.sampled_SC, slots.entropy_SC), records, strict=True):
-        if values_N is not None:
-            table[at] = values_N[index_J].double()
+    slots.write(at, decision, index_J, step_B[member_J])
     for sequence in sequences:
         if sequence.num_slots == 2:
             slot, unconditional = sequence.slots
