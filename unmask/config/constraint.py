@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 from pydantic import Field
+from pydantic_core import PydanticSerializationError
 
 from unmask.config.base import Config, OnResume
 from unmask.errors import ConfigError
@@ -46,6 +47,10 @@ with warnings.catch_warnings():
                 raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema, json and grammar")
             if self.grammar is None and not self.json and "depth" in self.model_fields_set:
                 raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
+            try:
+                self.model_dump_json()
+            except PydanticSerializationError:
+                raise ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8") from None
             if isinstance(self.json_schema, str):
                 self.schema_object()
 

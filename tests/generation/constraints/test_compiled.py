@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError, GenerationError
-from unmask.generation.constraints import byte_automaton, compiled
+from unmask.generation.constraints import bounded_process, compiled
 from unmask.generation.constraints.compiled import compile_constraint, escape, regex_of
 from unmask.generation.constraints.vocabulary import Vocabulary
 
@@ -169,7 +169,13 @@ def test_a_pattern_that_is_invalid_is_refused_with_its_place(pattern, what):
 
 @pytest.mark.parametrize(
     "given, where",
-    [({}, ""), ({"json": True, "regex": "a"}, "json"), ({"choice": []}, "choice"), ({"json_schema": "{"}, "json_schema")],
+    [
+        ({}, ""),
+        ({"regex": "\ud800"}, "regex"),
+        ({"json": True, "regex": "a"}, "json"),
+        ({"choice": []}, "choice"),
+        ({"json_schema": "{"}, "json_schema"),
+    ],
 )
 def test_a_constraint_is_one_setting(given, where):
     with pytest.raises(ConfigError) as error:
@@ -178,7 +184,7 @@ def test_a_constraint_is_one_setting(given, where):
 
 
 def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(byte_automaton, "SECONDS", 3)
+    monkeypatch.setattr(bounded_process, "SECONDS", 3)
     begun = time.monotonic()
     with pytest.raises(GenerationError, match="more than 3 seconds"):
         compile_constraint(ConstraintConfig(regex="a{100000}"), SMALL)

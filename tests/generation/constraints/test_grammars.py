@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 
 import pytest
 
@@ -13,7 +14,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
-from unmask.generation.constraints import grammars
+from unmask.generation.constraints import bounded_process, grammars
 from unmask.generation.constraints.byte_automaton import ByteAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.grammars import grammar_automaton
@@ -36,6 +37,8 @@ GRAMMARS = {
     "lists": ('start: "(" item* ")"\nitem: start | "a" ","?', "a(),", 6),
     "optional": ('start: ["a"] "b"~2..3 | empty "c"\nempty:', "abc", 5),
     "ignored": ('start: "a" ("b" start)? "c"\n%ignore " "', "abc ", 7),
+    "characters of classes": (r"start: /[[&a]/ /[^[&]/? | /[^\w]\s/ | /\W\D/ | /[a&&b]#/", "[a&\x1c²#", 3),
+    "marks and digits": (r"start: /\w+/ | /\S[\W\x20]/ | /[^\S]/", "a²\u0301\x1c ", 4),
     "terminals": ('start: WORD ("," WORD)*\nWORD: /a[ab]*/ | "b"i', "abB,", 6),
 }
 
@@ -55,6 +58,7 @@ def parses(parser: lark.Lark, text: str) -> bool:
     return True
 
 
+@pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # Python's, of brackets in classes
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_the_language_is_that_of_lark(name):
     """All texts that are too short to be nested deeper."""
@@ -124,12 +128,42 @@ def test_lark_reads_strings_of_its_own_grammar():
         ('begin: "a"', "", "start"),
         ("start: WORD\nWORD: /a(?=b)/", ".WORD", "look-around"),
         ('start: "(" start ")"', "", "no text of it"),
+        ("", "", "start"),
+        ("start:", "", "no text but the empty one"),
+        ("start: start", "", "no text but the empty one"),
+        ("start: A\n%declare A", ".A", "is declared"),
+        ('start: A | "a"\nA: "\U0010fffd"', ".A", "no text matches it"),
+        ("start: A\nA: /a++b/", ".A", "possessive"),
+        ("start: " + "(" * 5000 + '"a"' + ")" * 5000, "", "recursion"),
     ],
 )
 def test_a_grammar_that_is_invalid_is_refused(grammar, where, what):
     with pytest.raises(GenerationError, match=what) as error:
         compile_constraint(ConstraintConfig(grammar=grammar), SMALL)
     assert str(error.value.where) == f"constraint.grammar{where}"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        "start: " + " ".join(f'"{letter}"?' for letter in "abcdefghijklmnopqrstuvw"),  # each may be left out
+        'start: A\nA: ("a" | "b")~100000',
+        'start: e~20000\ne: "a" |',
+    ],
+)
+def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch, grammar):
+    monkeypatch.setattr(bounded_process, "SECONDS", 2)
+    monkeypatch.setattr(grammars, "SECONDS", 2)
+    begun = time.monotonic()
+    with pytest.raises(GenerationError, match="more than 2 seconds"):
+        compile_constraint(ConstraintConfig(grammar=grammar), SMALL)
+    assert time.monotonic() - begun < 60
+
+
+def test_the_states_that_are_reached_without_a_byte_are_bounded(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_CLOSED", 1000)
+    with pytest.raises(GenerationError, match="more than 1,000 states"):
+        grammar_automaton('start: e~100\ne: "a" |', 0, "")
 
 
 def test_a_grammar_whose_automaton_is_too_large_is_refused(monkeypatch):

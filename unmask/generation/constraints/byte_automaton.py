@@ -1,28 +1,23 @@
-"""A regular expression as a minimal deterministic automaton over bytes, built by outlines-core in a process of its own.
+"""A regular expression as a minimal deterministic automaton over bytes, built by outlines-core.
 
-outlines-core bounds neither time nor memory, and some short patterns need hours of both. Its index (0.2.14) follows Rust's leftmost-first
-matches: of `a|ab` it accepts `a` alone, and from an accepting state it keeps transitions to accepting ones only. Therefore a character that
-no text has, a noncharacter of Unicode, is appended to the pattern; a state accepts if this character leads to the end.
+Its index (0.2.14) follows Rust's leftmost-first matches: of `a|ab` it accepts `a` alone, and from an accepting state it keeps transitions
+to accepting ones only. Therefore a character that no text has, a noncharacter of Unicode, is appended to the pattern; a state accepts if
+this character leads to the end.
 
 Shapes: S states, of which the last is dead.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from unmask.errors import GenerationError, require
+from unmask.generation.constraints.bounded_process import run_bounded
 
-SECONDS, BYTES = 30, 2**32
-"""Bounds of the process that builds automata."""
 MAX_STATES = 20_000
 MAX_ROUNDS = 300
 """Of splitting states; an automaton that needs more is long, and is not made smaller."""
@@ -36,24 +31,17 @@ UNSUPPORTED = [
     (r"(?<!\\)(?<!\[)\^|(?<!\\)\$|\\[AzZ]", "an anchor", "Leave it out: the whole text has to match"),
 ]
 BUILD = """
-import json, sys
-try:
-    import resource
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
-except (ImportError, ValueError, OSError):
-    pass
 from outlines_core import Index, Vocabulary
 vocabulary = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
-built = []
-for pattern in json.load(sys.stdin):
+result = []
+for pattern in given:
     try:
         index = Index(pattern, vocabulary)
     except ValueError as error:
-        built.append(str(error))
+        result.append(str(error))
     else:
         edges = [list(edge) for edge in ((s, t, e) for s, row in index.get_transitions().items() for t, e in row.items())]
-        built.append([index.get_initial_state(), sorted(index.get_final_states()), edges])
-json.dump(built, sys.stdout)
+        result.append([index.get_initial_state(), sorted(index.get_final_states()), edges])
 """
 
 
@@ -66,39 +54,33 @@ class ByteAutomaton:
     accepts_S: np.ndarray
 
 
-def byte_automata(patterns: Sequence[str], where: str) -> list[ByteAutomaton]:
+def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] = (), seconds: float | None = None) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
+
+    Args:
+        names: what each adds to `where` in errors.
+        seconds: what building them may take.
 
     Raises:
         ConfigError: outlines-core is not installed.
         GenerationError: a pattern is invalid, not regular, or too large to build.
     """
     require("outlines_core", "constraints", where=where)
-    for pattern in patterns:
-        _refuse_unopened(pattern, where)
+    places = [f"{where}.{name}" for name in names] or [where] * len(patterns)
+    for pattern, place in zip(patterns, places, strict=True):
+        _refuse_unopened(pattern, place)
     too_large = "Bound its repetitions, or split it"
-    try:
-        built = _build(patterns)
-    except subprocess.TimeoutExpired:
-        raise GenerationError(f"its automaton takes more than {SECONDS} seconds to build", where=where, remedy=too_large) from None
-    if built is None:
-        raise GenerationError(f"its automaton takes more than {BYTES >> 30} GiB to build", where=where, remedy=too_large)
+    closed = [f"(?:{pattern}){LAST}" for pattern in patterns]
+    built = run_bounded(BUILD, closed, where, remedy=too_large, seconds=seconds)
     automata = []
-    for pattern, result in zip(patterns, built, strict=True):
+    for pattern, place, result in zip(patterns, places, built, strict=True):
         if isinstance(result, str):
             what, remedy = _reason(pattern, result)
-            raise GenerationError(what, where=where, remedy=remedy)
+            raise GenerationError(what, where=place, remedy=remedy)
         automata.append(_read(*result))
         if len(automata[-1].next_S256) > MAX_STATES:
-            raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=where, remedy=too_large)
+            raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=place, remedy=too_large)
     return automata
-
-
-def _build(patterns: Sequence[str]) -> list[Any] | None:
-    """For each pattern, with the last character, the library's error, or start, accepting states and edges; None: out of memory."""
-    closed = json.dumps([f"(?:{pattern}){LAST}" for pattern in patterns]).encode()
-    done = subprocess.run([sys.executable, "-P", "-c", BUILD, str(BYTES)], input=closed, capture_output=True, timeout=SECONDS)
-    return json.loads(done.stdout) if done.returncode == 0 else None
 
 
 def _refuse_unopened(pattern: str, where: str) -> None:

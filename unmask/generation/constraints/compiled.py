@@ -38,7 +38,7 @@ def compile_constraint(
             _cache.move_to_end(key)
             return _cache[key]
     if constraint.json or constraint.grammar is not None:
-        automaton = grammar_automaton(constraint.grammar or JSON, constraint.depth, where)
+        automaton = grammar_automaton(JSON if constraint.json else constraint.grammar or "", constraint.depth, where)
     else:
         (automaton,) = byte_automata([regex_of(constraint, where)], where)
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)

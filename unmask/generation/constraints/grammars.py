@@ -8,6 +8,7 @@ Shapes: C groups of bytes that act alike.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +18,33 @@ import networkx
 import numpy as np
 
 from unmask.errors import GenerationError, require
-from unmask.generation.constraints.byte_automaton import MAX_STATES, SECONDS, ByteAutomaton, byte_automata, minimal, number_rows
+from unmask.generation.constraints.bounded_process import SECONDS, run_bounded
+from unmask.generation.constraints.byte_automaton import MAX_STATES, ByteAutomaton, byte_automata, minimal, number_rows
 
 MAX_FRAGMENTS = 200_000
 """States of the automaton before it is made deterministic."""
+MAX_CLOSED = 10_000_000
+"""States that these reach without a byte, each counted for itself: up to 1 GB."""
 TOO_LARGE = "Lower its depth, or split it"
 REGULAR = {r'".*?(?<!\\)(\\\\)*?"': r'"(?:[^"\\\n]|\\.)*"'}
 """Patterns of Lark's own `common` grammar that look behind (ESCAPED_STRING), without it."""
-
-
+CLASSES = {r"\w": r"[\p{L}\p{N}_]", r"\W": r"[^\p{L}\p{N}_]", r"\s": r"[\s\x1C-\x1F]", r"\S": r"[^\s\x1C-\x1F]"}
+"""Python's, in Rust's syntax, where they differ."""
+PARTS = r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]"
+"""A character after a backslash, or a class in brackets."""
+READ = """
+import lark
+try:
+    read = lark.Lark(given, parser="earley", lexer="dynamic", keep_all_tokens=True, maybe_placeholders=False)
+    rules = [[rule.origin.name, [[symbol.name, symbol.is_term] for symbol in rule.expansion]] for rule in read.rules]
+    patterns = {terminal.name: terminal.pattern.to_regexp() for terminal in read.terminals if terminal.pattern}
+    result = {"rules": rules, "patterns": patterns, "ignored": list(read.ignore_tokens)}
+except MemoryError:
+    raise
+except Exception as error:
+    result = {"error": str(error) or "is no grammar"}
+"""
+"""What Lark makes of a grammar."""
 JSON = r"""
 start: value
 value: object | array | STRING | NUMBER | "true" | "false" | "null"
@@ -62,9 +81,16 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
         ConfigError: lark or outlines-core is not installed.
         GenerationError: the grammar is invalid, a terminal is not regular, or the automaton is too large.
     """
+    until = time.monotonic() + SECONDS
     productions, patterns, ignored = _read(text, where)
-    automata = _terminals(patterns, where)
-    builder = _Builder(_with_depth(productions), automata, ignored, depth, where)
+    if not patterns:
+        raise GenerationError("no text but the empty one can be of it", where=where, remedy="Add a terminal")
+    rust = [_rust(pattern, f"{where}.{name}") for name, pattern in patterns.items()]
+    built = byte_automata(rust, where, names=[*patterns], seconds=until - time.monotonic())
+    automata = dict(zip(patterns, built, strict=True))
+    for name in (name for name, automaton in automata.items() if automaton.start == len(automaton.next_S256) - 1):
+        raise GenerationError("no text matches it", where=f"{where}.{name}", remedy="Leave out private-use characters of the last plane")
+    builder = _Builder(_with_depth(productions), automata, ignored, depth, where, until)
     try:
         enter, leave = builder.whole()
     except RecursionError:
@@ -79,30 +105,31 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
 def _read(text: str, where: str) -> tuple[Productions, dict[str, str], list[str]]:
     """The productions of each rule, the pattern of each terminal, and the terminals that may stand between others."""
     require("lark", "constraints", where=where)
-    import lark
-
-    try:
-        read = lark.Lark(text, parser="earley", lexer="dynamic", keep_all_tokens=True, maybe_placeholders=False)
-    except (lark.exceptions.LarkError, OSError, AssertionError) as error:
+    read = run_bounded(READ, text, where, remedy=TOO_LARGE)
+    if "error" in read:
         remedy = "Correct the grammar; its syntax is Lark's, and it begins with the rule start"
-        raise GenerationError(" ".join(str(error).split()) or "is no grammar", where=where, remedy=remedy) from None
+        raise GenerationError(" ".join(read["error"].split()), where=where, remedy=remedy)
     productions: Productions = {}
-    for rule in read.rules:
-        symbols = [Symbol(str(symbol.name), symbol.is_term) for symbol in rule.expansion]
-        productions.setdefault(str(rule.origin.name), []).append(symbols)
+    for rule, symbols in read["rules"]:
+        productions.setdefault(rule, []).append([Symbol(*symbol) for symbol in symbols])
     used = {symbol.name for rules in productions.values() for rule in rules for symbol in rule if symbol.terminal}
-    patterns = {terminal.name: terminal.pattern.to_regexp() for terminal in read.terminals}
-    ignored = list(read.ignore_tokens)
+    patterns, ignored = read["patterns"], read["ignored"]
+    for name in sorted({*used, *ignored} - patterns.keys()):
+        raise GenerationError("is declared, but matches no text", where=f"{where}.{name}", remedy="Write what it matches")
     return productions, {name: REGULAR.get(patterns[name], patterns[name]) for name in [*sorted(used), *ignored]}, ignored
 
 
-def _terminals(patterns: Mapping[str, str], where: str) -> dict[str, ByteAutomaton]:
-    try:
-        return dict(zip(patterns, byte_automata(list(patterns.values()), where), strict=True))
-    except GenerationError:
-        for name, pattern in patterns.items():  # which one
-            byte_automata([pattern], f"{where}.{name}")
-        raise
+def _rust(pattern: str, where: str) -> str:
+    """A pattern of Python's, which Lark's are, in Rust's syntax. Raises GenerationError for possessive repetition."""
+
+    def written(found: re.Match[str]) -> str:
+        if found[0][0] == "\\":
+            return CLASSES.get(found[0], found[0])
+        return "[" + re.sub(r"\\.|[\[&~# ]", lambda one: written(one) if one[0][0] == "\\" else f"\\{one[0]}", found[0][1:], flags=re.S)
+
+    if re.search(r"[*+?}]\+", re.sub(PARTS, "x", pattern, flags=re.S)):
+        raise GenerationError("has a possessive repetition", where=where, remedy="Leave out the second + of a++")
+    return re.sub(PARTS, written, pattern, flags=re.S)
 
 
 def _with_depth(productions: Productions) -> Productions:
@@ -160,21 +187,26 @@ class _Builder:
     ignored: Sequence[str]
     depth: int
     where: str
+    until: float
+    """When building has to be over, in seconds of `time.monotonic`."""
     empty: list[list[int]] = field(default_factory=list)
     """The states that each state reaches without a byte."""
     read: list[tuple[str, int, int]] = field(default_factory=list)
     """For each state the terminal that it is in ("": none), its state there, and what to add to that for the number of the state."""
 
     def __post_init__(self) -> None:
-        self.components = _components(self.productions)
-        self.until = time.monotonic() + SECONDS
+        self.components, self.closed = _components(self.productions), 0
 
     def state(self) -> int:
-        if len(self.empty) >= MAX_FRAGMENTS:
-            raise GenerationError(f"its automaton has more than {MAX_FRAGMENTS:,} states", where=self.where, remedy=TOO_LARGE)
+        self._refuse_large(len(self.empty) + 1, MAX_FRAGMENTS)
         self.empty.append([])
         self.read.append(("", 0, 0))
         return len(self.empty) - 1
+
+    def _refuse_large(self, states: int, most: int) -> None:
+        if states > most or time.monotonic() > self.until:
+            what = f"its automaton has more than {most:,} states, or takes more than {SECONDS} seconds to build"
+            raise GenerationError(what, where=self.where, remedy=TOO_LARGE)
 
     def whole(self) -> tuple[int, int]:
         enter = self._with_ignored(self.state())
@@ -249,9 +281,7 @@ class _Builder:
         start = self._closed([enter], leave, known)
         numbers, waiting, rows = {start: 0}, [start], list[list[int]]()
         while len(rows) < len(waiting):
-            if len(waiting) > MAX_STATES or time.monotonic() > self.until:
-                what = f"its automaton has more than {MAX_STATES:,} states, or takes more than {SECONDS} seconds to build"
-                raise GenerationError(what, where=self.where, remedy=TOO_LARGE)
+            self._refuse_large(len(waiting), MAX_STATES)
             target_C: list[set[int]] = [set() for _ in byte_C]
             for state in waiting[len(rows)]:
                 name, local, first = self.read[state]
@@ -282,5 +312,7 @@ class _Builder:
                     seen.update(more)
                     waiting += more
                 known[state] = frozenset(each for each in seen if self.read[each][0] or each == leave)
+                self.closed += len(seen)
+                self._refuse_large(self.closed, MAX_CLOSED)
             found |= known[state]
         return frozenset(found)
