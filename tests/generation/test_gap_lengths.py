@@ -19,7 +19,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
-from unmask.generation.gap_lengths import WINDOW, _segments, best, find_lengths, search
+from unmask.generation.gap_lengths import WINDOW, GapScorer, _segments, best, find_lengths, search
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 LETTERS = range(4, 10)  # of the tiny models
@@ -77,7 +77,8 @@ def test_scores_are_the_posterior_of_the_length_where_the_model_is_exact(seed):
     (found,) = find_lengths(Markov.of(rows), [[before, after]], CONFIG, 9, "<gap>")
     exact = distances(rows, before[-1], after[0], 9)
     scores = found.gaps[0].scores
-    assert len(scores) > 4 and max(exact) - min(exact) > 0.1
+    assert len(scores) == 3 and max(exact) - min(exact) > 0.1
+    assert found.gaps[0].length == 1 + exact.index(max(exact))
     for one, other in itertools.combinations(scores, 2):
         assert scores[one] - scores[other] == pytest.approx(exact[one - 1] - exact[other - 1], abs=1e-9)
 
@@ -93,31 +94,28 @@ def test_the_most_likely_length_is_found(stay):
     found = find_lengths(lm, [[[a], [b]] for a, b in pairs], CONFIG, 20, "<gap>")
     likeliest = [1 + max(range(20), key=distances(slow(stay), a, b, 20).__getitem__) for a, b in pairs]
     assert [text.gaps[0].length for text in found] == likeliest and len(set(likeliest)) > 3
-    assert all(len(text.gaps[0].scores) < 14 for text in found)
 
 
-heights = st.lists(st.integers(1, 60), min_size=1, max_size=60, unique=True).map(sorted)
+@given(data=st.data())
+def test_the_best_length_is_found_if_it_is_in_the_better_half_of_each_round(data):
+    choices = data.draw(st.lists(st.integers(1, 60), min_size=1, max_size=60, unique=True).map(sorted))
+    heights, tokens, tried = data.draw(st.permutations(choices)), [], []
 
+    def score(lengths, first, last):
+        tokens.append((first, last))
+        tried.append(len(lengths))
+        return [(last - first) * heights[choices.index(length)] for length in lengths]
 
-@given(choices=heights, data=st.data())
-def test_the_peak_of_scores_with_one_peak_is_found(choices, data):
-    peak = data.draw(st.sampled_from(choices))
-    batches: list[list[int]] = []
-    scores = search(choices, lambda lengths: batches.append([*lengths]) or [-abs(length - peak) for length in lengths])
-    assert best(scores) == peak and sorted(scores) == sorted(itertools.chain(*batches)) and set(scores) <= set(choices)
-    assert {choices[0], choices[-1]} <= scores.keys()
-    assert len(batches) <= 7 and len(scores) <= 8 + 2 * len(batches)
-
-
-def test_few_of_many_lengths_are_tried():
-    for peak in range(1, 65):
-        scores = search(range(1, 65), lambda lengths, peak=peak: [-abs(length - peak) for length in lengths])
-        assert len(scores) <= 17
+    scores = search(choices, score)
+    assert best(scores) == choices[heights.index(max(heights))] and sorted(scores) == list(scores)
+    assert tokens == [(0, 1), (1, 2), (2, 4)]
+    assert tried == [len(choices), -(-len(choices) // 2), -(-len(choices) // 4)] and len(scores) == tried[-1]
+    assert all(score == 4 * heights[choices.index(length)] for length, score in scores.items())
 
 
 def test_of_equal_scores_the_shortest_is_best():
     assert best({8: 0.5, 2: 0.5, 1: 0.0}) == 2
-    assert best(search(range(1, 65), lambda lengths: [0.0] * len(lengths))) == 1
+    assert list(search(range(1, 65), lambda lengths, *_: [0.0] * len(lengths))) == [*range(1, 17)]
 
 
 TEXTS = [[[4, 5, 6], [7, 8]], [[4], [5, 9, 6], [7, 7]], [[9, 4, 5, 6, 7, 8], [4, 4, 4]]]
@@ -152,23 +150,30 @@ def test_the_search_costs_less_than_to_try_all_lengths():
     with Watch(lm) as watch:
         (found,) = find_lengths(lm, TEXTS[:1], CONFIG, 30, "<gap>")
     (gap,) = found.gaps
-    window = 3 + 2 - lm.logit_shift
-    assert watch.rows == gap.forward_passes == len(gap.scores) * window and len(gap.scores) < 15
+    assert watch.rows == gap.forward_passes == 30 * 2 + 15 * 2 + 8 * 1 and len(gap.scores) == 8
     assert watch.heads == watch.rows  # each predicts one token
 
 
 def test_padding_changes_no_score():
     lm = tiny("phi", "bidirectional")
-    (found,) = find_lengths(lm, TEXTS[:1], CONFIG, 20, "<gap>")
-    for length, score in found.gaps[0].scores.items():
-        (only,) = find_lengths(lm, TEXTS[:1], CONFIG, length, "<gap>")
-        assert only.gaps[0].scores[length] == pytest.approx(score, abs=1e-9)
+    scorer = GapScorer(lm, [1, 4, 5, 6], [7, 8, 9], (4, 3))
+    lengths = [1, 3, 20]
+    alone = [score for length in lengths for score in scorer.scores([length], 0, 4)]
+    assert scorer.scores(lengths, 0, 4) == pytest.approx(alone, abs=1e-9)
 
 
-def test_tokens_are_compared_only_next_to_the_gap():
+def test_tokens_are_predicted_from_the_gap_on_with_the_rest_of_the_window_hidden():
+    scorer = GapScorer(tiny("phi", "bidirectional"), [4] * 19, [5] * 20, (19, 20))
+    near, far = [18 - n for n in range(WINDOW)], [22 + n for n in range(WINDOW)]
+    assert [*scorer._views(3, 0, 1)] == [(near, 18), (far, 22)]
+    assert [*scorer._views(3, 1, 3)] == [(near[1:], 17), (near[2:], 16), (far[1:], 23), (far[2:], 24)]
+
+
+def test_nothing_beyond_another_gap_is_compared():
     lm = tiny("phi", "bidirectional")
-    (found,) = find_lengths(lm, [[[4] * 19, [5] * 20]], CONFIG, 1, "<gap>")
-    assert found.gaps[0].forward_passes == 2 * WINDOW
+    mask = lm.mask_token_id
+    scorer = GapScorer(lm, [1, 4, mask, mask, 5, 6], [7, mask, 8, mask, 9], (2, 3))
+    assert scorer.sides == ([5, 4], [0, 2])
 
 
 def test_a_text_is_cut_at_its_marks_before_it_is_tokenised():
@@ -208,7 +213,7 @@ def test_only_lengths_that_fit_the_constraint_are_tried():
     lm, config = tiny("phi", "bidirectional"), SamplerConfig(constraint=ConstraintConfig(regex="(ab){2,5}|f"))
     generation = sampler.infill(lm, TEXTS, config, length="auto", max_gap=9)
     for gap in itertools.chain(*generation.gaps):
-        assert set(gap.scores) <= {1, 4, 6, 8} and len(gap.scores) > 2
+        assert gap.length in {1, 4, 6, 8} and set(gap.scores) <= {1, 4, 6, 8}
     for text, gaps in zip(generation.texts, generation.gaps, strict=True):
         assert re.fullmatch("(ab){2,5}|f", text[gaps[0].start : gaps[0].start + gaps[0].length])
     with pytest.raises(GenerationError, match=r"has 1 to 3 tokens: the shortest has 5. Set max_gap to 5 or more"):

@@ -11,11 +11,13 @@ probabilities. So a length is scored by
     log p_L(window | rest of the text), with the gap hidden,
 
 where the window is the tokens next to the gap, which are the same for all lengths; the rest of the text is taken to fit all of them alike.
+Its tokens are predicted one by one from the gap on, given those before them and the text beyond the window. Both sides are scored, each
+given the other one, and the mean counts.
 
 Short gaps are not favoured, though each token of a filled gap costs probability: log p(g, b | a) = log p_L(b | a) + log p(g | a, b), and
 the second term, the log-probability of the gap as it is filled in, is left out. It is what a calibration would have to subtract.
 
-Shapes: L lengths, M views, T tokens, W tokens of the window.
+Shapes: L lengths, M views, T tokens.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
-WINDOW = 16
-"""Tokens on either side of a gap whose probability is compared."""
+WINDOW = 8
+"""Tokens on either side of a gap that are hidden at first: visible, they would tell the tokens next to the gap, whatever its length."""
+ROUNDS = (1, 2, 4)
+"""Tokens on either side that are predicted by the end of each round of a search. More of them tell less of the length than of the text."""
 TOKENS_PER_PASS = 32_768
 """Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other texts."""
 
@@ -54,7 +58,7 @@ class FoundText:
 
 @torch.no_grad()
 def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[FoundText]:
-    """The most likely length of each gap, of those that `search` tries. The gaps of a text are searched from left to right; the earlier
+    """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
     ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
 
     Arguments and errors are those of `unmask.infill`.
@@ -72,25 +76,22 @@ def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, m
         return [_find(lm, segments, config, max_gap, f"text {index}") for index, segments in enumerate(parted)]
 
 
-def search(choices: Sequence[int], score: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """The scores of some of these lengths: first of the powers of two (or the next length after each, and the last), then of those halfway
-    between the best one so far and its neighbours, until these are tried.
+def search(choices: Sequence[int], score: Callable[[Sequence[int], int, int], Sequence[float]]) -> dict[int, float]:
+    """The scores of the lengths that are left in the last of `ROUNDS`. After each round before it the better half is kept, so that most
+    lengths cost few passes. No length is left out beforehand: likely ones need not be neighbours, as in text with a period.
 
     Args:
-        choices: ascending.
-        score: the scores of several lengths, one batch.
+        choices: lengths.
+        score: the log-probabilities of lengths, for the tokens next to the gap from one number to another.
     """
-    last = len(choices) - 1
-    powers = [2**power for power in range(choices[-1].bit_length())]
-    new = sorted({last, *(next((n for n, length in enumerate(choices) if length >= power), last) for power in powers)})
-    scores, tried = dict[int, float](), list[int]()
-    while new:
-        lengths = [choices[n] for n in new]
-        scores.update(zip(lengths, score(lengths), strict=True))
-        tried = sorted([*tried, *new])
-        place = tried.index(choices.index(best(scores)))
-        near = tried[max(0, place - 1) : place + 2]
-        new = [(low + high) // 2 for low, high in itertools.pairwise(near) if high - low > 1]
+    scores, done = dict.fromkeys(choices, 0.0), 0
+    for tokens in ROUNDS:
+        if done:
+            ranked = sorted(scores, key=lambda length: (-scores[length], length))
+            scores = {length: scores[length] for length in sorted(ranked[: (len(ranked) + 1) // 2])}
+        added = score(list(scores), done, tokens)
+        scores = {length: scores[length] + more for length, more in zip(scores, added, strict=True)}
+        done = tokens
     return scores
 
 
@@ -106,14 +107,14 @@ def _find(lm: DiffusionLM, segments: list[list[int]], config: SamplerConfig, max
     for gap, choices in enumerate(possible):
         before = _canvas(lm, segments[: gap + 1], lengths[:gap])
         after, sizes = _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :]), (len(segments[gap]), len(segments[gap + 1]))
-        scorer = _Scorer(lm, before, after, sizes)
+        scorer = GapScorer(lm, before, after, sizes)
         scores = search(choices, scorer.scores)
         lengths[gap] = best(scores)
-        found.append(FoundGap(len(before), lengths[gap], scores, len(scores) * scorer.num_views))
+        found.append(FoundGap(len(before), lengths[gap], scores, scorer.forward_passes))
     return FoundText(_canvas(lm, segments, lengths), found)
 
 
-class _Scorer:
+class GapScorer:
     """Log-probabilities of the tokens next to a gap, for lengths of the gap.
 
     Args:
@@ -127,23 +128,24 @@ class _Scorer:
         left = [index for index in reversed(range(first, len(before))) if before[index] != lm.mask_token_id]
         right = [index for index in range(min(WINDOW, sizes[1])) if after[index] != lm.mask_token_id]
         self.sides = left, right  # from the gap on
+        self.forward_passes = 0
 
-    @property
-    def num_views(self) -> int:
-        """One for each token of the window."""
-        return sum(map(len, self.sides))
-
-    def scores(self, lengths: Sequence[int]) -> list[float]:
-        """In nats, the mean of both sides; all canvases in one batch."""
+    def scores(self, lengths: Sequence[int], first: int, last: int) -> list[float]:
+        """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both sides. All canvases are in
+        one batch."""
         lm, longest = self.lm, max(lengths)
+        num_views = sum(len(side[first:last]) for side in self.sides)
+        if num_views == 0:
+            return [0.0] * len(lengths)
+        self.forward_passes += num_views * len(lengths)
         rows = [[*self.before, *[lm.mask_token_id] * length, *self.after, *[lm.pad_token_id] * (longest - length)] for length in lengths]
         ids_LT = torch.tensor(rows, device=lm.device)
         end_L1 = ids_LT.shape[1] - longest + torch.tensor(lengths, device=lm.device)[:, None]
         real_LT = torch.arange(ids_LT.shape[1], device=lm.device) < end_L1
-        target_LMT = torch.zeros(len(rows), self.num_views, ids_LT.shape[1], dtype=torch.bool, device=lm.device)
-        hidden_LMT = ((ids_LT == lm.mask_token_id) & real_LT)[:, None].repeat(1, self.num_views, 1)
+        target_LMT = torch.zeros(len(rows), num_views, ids_LT.shape[1], dtype=torch.bool, device=lm.device)
+        hidden_LMT = ((ids_LT == lm.mask_token_id) & real_LT)[:, None].repeat(1, num_views, 1)
         for row, length in enumerate(lengths):
-            for view, (hidden, target) in enumerate(self._views(length)):
+            for view, (hidden, target) in enumerate(self._views(length, first, last)):
                 hidden_LMT[row, view, hidden] = True
                 target_LMT[row, view, target] = True
         chunk = max(1, TOKENS_PER_PASS // ids_LT.shape[1])
@@ -151,11 +153,11 @@ class _Scorer:
         log_prob_LMT = view_log_probs(lm, ids_LT, real_LT.long(), views, chunk=chunk)
         return (log_prob_LMT.double().sum((1, 2)) / sum(map(bool, self.sides))).tolist()
 
-    def _views(self, length: int) -> Iterator[tuple[list[int], int]]:
-        """The hidden tokens of the window, and the one to predict: those of each side from the gap on, given the other side."""
+    def _views(self, length: int, first: int, last: int) -> Iterator[tuple[list[int], int]]:
+        """The hidden tokens of the window, and the one to predict."""
         for side, offset in zip(self.sides, (0, len(self.before) + length), strict=True):
             places = [offset + index for index in side]
-            for number, place in enumerate(places):
+            for number, place in enumerate(places[first:last], start=first):
                 yield places[number:], place
 
 

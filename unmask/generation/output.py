@@ -43,7 +43,7 @@ class FoundGap:
     Attributes:
         start: the position of its first token in the whole sequence.
         length: the best length, in tokens.
-        scores: of each length that was tried, in nats: how well the text next to the gap fits it (`gap_lengths.py`).
+        scores: of the best lengths, in nats: the log-probability of the text next to the gap for each (`gap_lengths.py`).
         forward_passes: passes over the sequence that the search needed.
     """
 
