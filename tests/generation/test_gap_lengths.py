@@ -108,9 +108,9 @@ def test_the_best_length_is_found_if_it_is_in_the_better_half_of_each_round(data
 
     scores = search(choices, score)
     assert best(scores) == choices[heights.index(max(heights))] and sorted(scores) == list(scores)
-    assert tokens == [(0, 1), (1, 2), (2, 4)]
+    assert tokens == [(0, 2), (2, 4), (4, 8)]
     assert tried == [len(choices), -(-len(choices) // 2), -(-len(choices) // 4)] and len(scores) == tried[-1]
-    assert all(score == 4 * heights[choices.index(length)] for length, score in scores.items())
+    assert all(score == 8 * heights[choices.index(length)] for length, score in scores.items())
 
 
 def test_of_equal_scores_the_shortest_is_best():
@@ -150,7 +150,7 @@ def test_the_search_costs_less_than_to_try_all_lengths():
     with Watch(lm) as watch:
         (found,) = find_lengths(lm, TEXTS[:1], CONFIG, 30, "<gap>")
     (gap,) = found.gaps
-    assert watch.rows == gap.forward_passes == 30 * 2 + 15 * 2 + 8 * 1 and len(gap.scores) == 8
+    assert watch.rows == gap.forward_passes == 30 * 4 + 15 * 1 and len(gap.scores) == 8
     assert watch.heads == watch.rows  # each predicts one token
 
 

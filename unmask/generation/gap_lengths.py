@@ -41,9 +41,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
 WINDOW = 8
-"""Tokens on either side of a gap that are hidden at first: visible, they would tell the tokens next to the gap, whatever its length."""
-ROUNDS = (1, 2, 4)
-"""Tokens on either side that are predicted by the end of each round of a search. More of them tell less of the length than of the text."""
+"""Tokens on either side of a gap whose probability is compared."""
+ROUNDS = (2, 4, WINDOW)
+"""Tokens on either side that are predicted by the end of each round of a search."""
 TOKENS_PER_PASS = 32_768
 """Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other texts."""
 
@@ -58,8 +58,8 @@ class FoundText:
 
 @torch.no_grad()
 def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[FoundText]:
-    """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier
-    ones have the lengths that were found, and the later ones a short one. All gaps are hidden throughout.
+    """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier ones have the lengths that were
+    found, and the later ones a short one. All gaps are hidden throughout.
 
     Arguments and errors are those of `unmask.infill`.
     """
