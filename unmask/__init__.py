@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from unmask.convert.trainer import ConvertTrainer as ConvertTrainer
     from unmask.errors import UnmaskError as UnmaskError
     from unmask.evaluation.likelihood import log_likelihood as log_likelihood
+    from unmask.generation.fill_in_the_middle import fim_prompt as fim_prompt
     from unmask.generation.output import Generation as Generation
     from unmask.generation.sampler import generate as generate
     from unmask.generation.sampler import infill as infill
@@ -40,6 +41,7 @@ PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
     "log_likelihood": "unmask.evaluation.likelihood",
     "generate": "unmask.generation.sampler",
     "infill": "unmask.generation.sampler",
+    "fim_prompt": "unmask.generation.fill_in_the_middle",
     "Generation": "unmask.generation.output",
     "SamplerConfig": "unmask.config.run",
     "PretrainTrainer": "unmask.supervised.pretrain",

@@ -253,7 +253,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def generate(lm: str, prompts: list[str], config: SamplerConfig) -> SimpleNamespace:
         calls.update(lm=lm, prompts=prompts, sampler=config)
         generated = {"texts": prompts, "tokens": [[1, 2]] * len(prompts), "log_probs": [[-0.5, -1.0]] * len(prompts)}
-        return SimpleNamespace(**generated, agreement=0.75 if config.lossy else None)
+        return SimpleNamespace(**generated, agreement=0.75 if config.lossy else None, gaps=None)
 
     monkeypatch.setitem(vars(unmask), "load", load)
     monkeypatch.setitem(vars(unmask), "generate", generate)
@@ -300,6 +300,21 @@ def test_generate_passes_every_option_on(model: dict[str, Any], sampler: Sampler
         assert result.stdout == "a\nb\n"
         assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
         assert ("75.0% of the tokens are those of the exact sampler" in result.stderr) == (sampler.lossy is not None)
+
+
+def test_infill_finds_the_lengths_of_gaps(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def infill(lm: str, texts: list[str], config: SamplerConfig, **search: Any) -> SimpleNamespace:
+        model.update(lm=lm, texts=texts, search=search)
+        gaps = [[SimpleNamespace(start=1, length=2)]]
+        return SimpleNamespace(texts=["text"], tokens=[[1, 2]], log_probs=[[0.0, -1.0]], agreement=None, gaps=gaps)
+
+    monkeypatch.setitem(vars(unmask), "infill", infill)
+    result = run("generate", "m", "--infill", "--prompt", "a [] b", "--max-gap", "9", "--gap-mark", "[]", "--json")
+    assert result.exit_code == 0, result.output
+    assert model["texts"] == ["a [] b"] and model["search"] == {"length": "auto", "max_gap": 9, "gap_mark": "[]"}
+    assert json.loads(result.stdout)["gaps"] == [{"start": 1, "length": 2}]
+    refused = run("generate", "m", "--prompt", "a <gap> b", "--max-gap", "9")
+    assert refused.exit_code == 2 and "Add --infill" in refused.stderr
 
 
 def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:

@@ -154,6 +154,11 @@ def generate(
     sampler: SamplerConfig,
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A prompt; repeatable; - reads one prompt per line of stdin.")],
     infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
+    max_gap: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --infill: also find the lengths of gaps that --gap-mark stands for, up to this many tokens."),
+    ] = None,
+    gap_mark: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a gap of unknown length.")] = "<gap>",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
     """Complete prompts, or fill in their mask tokens."""
@@ -162,11 +167,18 @@ def generate(
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
-    result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
+    if max_gap is not None and not infill:
+        raise ConfigError("prompts are completed, and have no gaps", where="--max-gap", remedy="Add --infill, or leave it out")
+    if max_gap is not None:
+        result = unmask.infill(load_model(model), prompts, sampler, length="auto", max_gap=max_gap, gap_mark=gap_mark)
+    else:
+        result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
     if result.agreement is not None:
         typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
     for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
         line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
+        if result.gaps is not None:
+            line["gaps"] = [{"start": gap.start, "length": gap.length} for gap in result.gaps[row]]
         typer.echo(for_stdout(json.dumps(line, ensure_ascii=False) if as_json else text))
 
 

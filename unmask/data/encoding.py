@@ -62,9 +62,10 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Coll
     raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="wrong type")
 
 
-def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
-    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text."""
-    return _continuation(tokenizer, prompt, as_text(tokenizer, text))
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text; `keep` as in
+    `encode_prompt`."""
+    return _continuation(tokenizer, prompt, as_text(tokenizer, text, keep))
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:

@@ -37,6 +37,23 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class FoundGap:
+    """A gap of unknown length, and what the search for its length found.
+
+    Attributes:
+        start: the position of its first token in the whole sequence.
+        length: the best length, in tokens.
+        scores: of the best lengths, in nats: the log-probability of the text next to the gap for each (`gap_lengths.py`).
+        forward_passes: passes over the sequence that the search needed.
+    """
+
+    start: int
+    length: int
+    scores: dict[int, float] = field(repr=False)
+    forward_passes: int
+
+
+@dataclass(frozen=True)
 class Generation:
     """Completions, one entry per prompt.
 
@@ -54,6 +71,7 @@ class Generation:
         denoising_steps: of each sequence, with those that revealed only what follows its end token; drafts save passes, not steps. None
             from vLLM.
         accepted_drafts: with mode self-speculative, the fraction of drafted tokens that were kept, over all sequences; else None.
+        gaps: of each text, its gaps of unknown length; None unless `infill` looked for lengths. `forward_passes` does not count this.
     """
 
     prompts: list[list[int]] = field(repr=False)
@@ -67,6 +85,7 @@ class Generation:
     prompt_reuse: float | None = None
     denoising_steps: list[int] | None = None
     accepted_drafts: float | None = None
+    gaps: list[list[FoundGap]] | None = None
 
 
 def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import compress
-from typing import Any
+from typing import Any, Literal
 
 from unmask.config.run import SamplerConfig
+from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
+from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.output import Generation, make_generation
 from unmask.generation.requests import Request, make_infill_requests, make_requests
 from unmask.models.diffusion_lm import DiffusionLM
@@ -41,7 +43,16 @@ def generate(
     return complete(lm, make_requests(lm, prompts, config, keys), config, verifier)
 
 
-def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+def infill(
+    lm: DiffusionLM,
+    texts: Sequence[Any],
+    config: SamplerConfig | None = None,
+    keys: Sequence[int] | None = None,
+    *,
+    length: Literal["auto"] | None = None,
+    max_gap: int = 64,
+    gap_mark: str = "<gap>",
+) -> Generation:
     """Fill in the mask tokens of texts. A bidirectional model sees the text before and after them, a block-causal model the text up to the
     end of their block, a causal model the text before them.
 
@@ -50,18 +61,31 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
         texts: strings, chat messages or lists of token ids, with the tokenizer's mask token for every token to fill in.
         config: policy, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
         keys: as for `generate`.
+        length: "auto": a mark in a text stands for a gap of unknown length, which `gap_lengths.py` looks for; bidirectional models only.
+            Mask tokens still stand for one token each. None: there are only mask tokens.
+        max_gap: the longest gap to look for, in tokens; the shortest has one.
+        gap_mark: the mark. A text is cut at its marks before it is tokenised. In place of token ids with marks, give the lists of ids
+            between the gaps.
 
     Returns:
-        The whole texts. End tokens are filled in only if `allowed_tokens` names them.
+        The whole texts. End tokens are filled in only if `allowed_tokens` names them. With `length="auto"` the tokens are those for the
+        same text with as many mask tokens as were found, and `Generation.gaps` says how these were found.
 
     Raises:
-        GenerationError: a text without mask tokens, or too long, or settings that do not fit the model.
+        GenerationError: a text without mask tokens (or marks), or too long, or a mark without text after it, or settings that do not fit
+            the model.
     """
     config = config or SamplerConfig()
     ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
     if ends:
         config = config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]})
-    return complete(lm, make_infill_requests(lm, texts, config, keys), config)
+    if length is None:
+        return complete(lm, make_infill_requests(lm, texts, config, keys), config)
+    if length != "auto":
+        raise GenerationError(f"{length!r}", where="length", remedy="Use 'auto', or None and a mask token for every missing token")
+    found = find_lengths(lm, texts, config, max_gap, gap_mark)
+    generation = complete(lm, make_infill_requests(lm, [text.ids for text in found], config, keys), config)
+    return replace(generation, gaps=[text.gaps for text in found])
 
 
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:

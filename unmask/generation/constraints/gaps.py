@@ -35,9 +35,7 @@ def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerCon
     """
     if config.constraint is None:
         return ()
-    vocabulary = read_vocabulary(lm)
-    allowed = set(config.allowed_tokens or range(lm.config.vocab_size)) - set(config.forbidden_tokens or ())
-    banned = [token for token in range(lm.config.vocab_size) if token not in allowed]
+    vocabulary, banned = read_vocabulary(lm), _banned(lm, config)
     end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
     gaps, start = [], 0
     for is_hidden, run in groupby(hidden):
@@ -49,6 +47,28 @@ def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerCon
             _check_length(gaps[-1], where, completion=completion)
         start = stop
     return tuple(gaps)
+
+
+def fitting_lengths(lm: DiffusionLM, config: SamplerConfig, longest: int, where: str, *, at_start: bool) -> list[int]:
+    """The lengths from 1 to `longest` of a gap for which a text meets the constraint; without a constraint all. Errors as of
+    `constrained_gaps`."""
+    if config.constraint is None:
+        return list(range(1, longest + 1))
+    automaton = compile_constraint(config.constraint, read_vocabulary(lm), end="none", at_start=at_start)
+    live_C = automaton.live_classes(_banned(lm, config))
+    lengths = [length for length in range(1, longest + 1) if automaton.completable(length, live_C)[automaton.start]]
+    if not lengths:
+        shortest = automaton.shortest(live_C, 1)
+        what = f"no text that meets it has 1 to {longest} tokens" + ("" if shortest is None else f": the shortest has {shortest}")
+        remedy = "Allow more tokens, or change the constraint" if shortest is None else f"Set max_gap to {shortest} or more"
+        raise GenerationError(what, where=f"constraint for {where}", remedy=remedy)
+    return lengths
+
+
+def _banned(lm: DiffusionLM, config: SamplerConfig) -> list[int]:
+    """The tokens that may not be produced."""
+    allowed = set(config.allowed_tokens or range(lm.config.vocab_size)) - set(config.forbidden_tokens or ())
+    return [token for token in range(lm.config.vocab_size) if token not in allowed]
 
 
 def _check_length(gap: Gap, where: str, *, completion: bool) -> None:
