@@ -31,6 +31,7 @@ class Stream(IntEnum):
     ROLLOUT = 5
     ORDER_NOISE = 6
     REVEAL_STEP = 7
+    REVISION = 8
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:
