@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import unmask
+from benchmarks import repair
 from tests.training.tiny_runs import make, tiny
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.models.export import export
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.supervised.quality import Rollout, fill_in, quality_logits, quality_loss
+from unmask.tasks import as_puzzle, get_task
 
 PATTERNS = [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False), ("block_causal", 4, True)]
 
@@ -182,3 +184,14 @@ def test_what_cannot_train_a_head_is_refused(tmp_path):
         make("sft", tmp_path, quality_head="alone", aggregation="sequence")
     with pytest.raises(ConfigError, match="quality_tokens: needs quality_head=alone or joint"):
         make("sft", tmp_path, quality_tokens=2)
+
+
+@pytest.mark.nightly
+def test_the_head_finds_planted_errors_better_than_the_models_own_confidence():
+    """On held-out Sudoku."""
+    task = as_puzzle(get_task("sudoku"))
+    train, test = task.generate("train", 4000, 0), task.generate("test", 300, 1)
+    lm = repair.demo_model(task, 0)
+    lm = repair.fine_tuned(lm, train, 150, 0, quality_head="joint", learning_rate=1e-3, canvas_length=task.max_completion)
+    found = repair.found_errors(lm, test, 0)
+    assert found["quality"] > max(found["probability"], 0.9), found
