@@ -29,6 +29,7 @@ SHARED = {"device", "device_map", "dtype", "trust_remote_code", "parse_special_t
 OF_DENOISING = {
     *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
     *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "cache", "refresh_interval", "early_commit", "drafts"),
+    "revise",
 }
 """The settings of a sampler that say nothing to a causal model, which writes one token a step."""
 OF_ESTIMATES = {"samples", "estimator"}
