@@ -20,6 +20,7 @@ from tests.helpers import REPOSITORY, work_unit
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.config.constraint import ConstraintConfig
+from unmask.config.revise import ReviseConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
@@ -281,6 +282,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+    SamplerConfig(**COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
     SamplerConfig(mode="self-speculative", drafts=3, temperature=1.0),
 ]
@@ -324,6 +326,9 @@ def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
         name, value = renamed.get(field, field.replace("_", "-")), getattr(config, field)
         if isinstance(value, ConstraintConfig):
             name, value = f"{name}-{value.kind.replace('_', '-')}", getattr(value, value.kind)
+        if isinstance(value, ReviseConfig):
+            args += [text for each in value.model_fields_set for text in (f"--{name}-{each.replace('_', '-')}", str(getattr(value, each)))]
+            continue
         values = value if isinstance(value, list) else [value]
         args += (
             [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [x for v in values for x in (f"--{name}", str(v))]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.generation.tiny_models import PATTERNS, PROMPTS, tiny
+from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.engine.engine import Engine
@@ -17,10 +18,12 @@ from unmask.generation.sampler import agreement
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("revise", [None, "probability", "quality"])
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
-def test_a_cache_refreshed_at_every_step_is_exact(family, cache, logit_shift):
-    lm = tiny(family, "bidirectional", None, logit_shift)
-    config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=1)
+def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_shift):
+    lm = tiny(family, "bidirectional", None, logit_shift, quality_head=True)
+    chosen = {"revise": revise and ReviseConfig(by=revise, eta=0.5), "refresh_interval": 1}
+    config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, **chosen)
     generation = sampler.generate(lm, PROMPTS, config)
     assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
 
@@ -31,7 +34,8 @@ def test_a_cache_refreshed_at_every_step_is_exact(family, cache, logit_shift):
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
     """A key of the first layer depends on its own token only, so any difference is a wrong position."""
     lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
-    config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=refresh_interval, guidance=0.5)
+    shared = {"block_size": 4, "temperature": 1.0, "cache": cache, "guidance": 0.5, "revise": {"eta": 0.5} if logit_shift else None}
+    config = SamplerConfig(max_new_tokens=12, refresh_interval=refresh_interval, **shared)
     generation = sampler.generate(lm, PROMPTS, config)
     assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
 

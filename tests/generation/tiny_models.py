@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
@@ -54,16 +55,20 @@ def tiny(
     layers: int = 2,
     causal_context: bool = False,
     time_embedding: bool = False,
+    quality_head: bool = False,
 ) -> DiffusionLM:
     """The stock model under a pattern; the biases are added to the logits of EOS and of the mask token."""
     pattern = {"attention": attention, "block_size": block_size, "logit_shift": logit_shift, "causal_context": causal_context}
-    lm = make_diffusion(*stock(family, layers), time_embedding=time_embedding, **pattern)
+    lm = make_diffusion(*stock(family, layers), time_embedding=time_embedding, quality_head=quality_head, **pattern)
     head = lm.model.get_output_embeddings()
     bias_V = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype)
     bias_V[lm.eos_token_id], bias_V[lm.mask_token_id] = eos_bias, mask_bias
     head.bias = nn.Parameter(bias_V)
     for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():  # its weights start at zero
         weight.data += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
+    if lm.quality_head is not None:
+        weight_D = lm.quality_head.weight.data
+        weight_D += torch.randn(weight_D.shape, generator=torch.Generator().manual_seed(6), dtype=weight_D.dtype)
     return lm
 
 
@@ -71,6 +76,13 @@ def prompt_lists(shortest: int):
     """Lists of prompts of any token ids, EOS and the mask token included."""
     ids = st.integers(0, tiny().mask_token_id)
     return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
+
+
+def revisions(schedules: list[str]):
+    """Settings of `revise`."""
+    values = {"eta": st.sampled_from([0.2, 0.5, 1.0]), "temperature": st.sampled_from([0.0, 0.0, 1.0])}
+    below = st.none() | st.sampled_from([0.2, 0.9])
+    return st.builds(ReviseConfig, schedule=st.sampled_from(schedules), below=below, **values)
 
 
 @st.composite
@@ -104,13 +116,18 @@ def configs(draw, attention: str, block_size: int | None):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
     policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
+    schedule, remask = draw(st.sampled_from(["even", "even", "dream", "ancestral"])), draw(st.sampled_from([0.0, 0.0, 0.3, 0.6]))
+    revise = None
+    if not remask and attention != "causal" and block_size != 1:
+        revise = draw(st.none() | revisions(["cap", "rescale", "conf", *["loop"] * (schedule == "even")]))
     return SamplerConfig(
         **{rule: draw(st.none() | st.integers(1, size))},
         policy=policy,
         order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
         filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),
-        schedule=draw(st.sampled_from(["even", "even", "dream", "ancestral"])),
-        remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
+        schedule=schedule,
+        remask=remask,
+        revise=revise,
         **shared,
     )
 

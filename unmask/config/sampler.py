@@ -8,11 +8,13 @@ from pydantic import Field
 
 from unmask.config.base import Config, OnResume
 from unmask.config.constraint import ConstraintConfig
+from unmask.config.revise import ReviseConfig
 from unmask.errors import ConfigError
 
 OF_DENOISING = (
     *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
     *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
+    "revise",
 )
 """The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
 
@@ -59,6 +61,9 @@ class SamplerConfig(Config):
     remask: float = Field(default=0.0, ge=0, lt=1)
     """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many additional
     tokens are revealed, so the number of steps does not change."""
+    revise: ReviseConfig | None = None
+    """Revealed tokens are hidden again by what the present forward pass says of them, where `remask` goes by their probability when they
+    were revealed. The number of steps does not change."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -125,6 +130,8 @@ class SamplerConfig(Config):
         if self.parallel and self.remask:
             what = f"cannot be combined with {rules[0]}, which does not fix the number of steps"
             raise ConfigError(what, where="remask", remedy="Leave one out")
+        if self.revise is not None:
+            self._check_revise(rules)
         needed = "entropy" if self.entropy_bound is not None else "confidence"
         if self.parallel and self.policy != needed:
             raise ConfigError(f"cannot be combined with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}")
@@ -149,6 +156,22 @@ class SamplerConfig(Config):
             raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'")
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
             raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more")
+
+    def _check_revise(self, rules: list[str]) -> None:
+        """Raise ConfigError for what cannot be combined with `revise`."""
+        assert self.revise is not None
+        because = {
+            "remask": "remask, which hides tokens by another rule",
+            "drafts": "drafts, which predict steps that hide nothing",
+            "early_commit": "early_commit, which ends a block",
+        }
+        others = [because[name] for name in because if getattr(self, name)]
+        if self.parallel:
+            others.insert(0, f"{rules[0]}, which does not fix the number of steps")
+        if self.revise.schedule == "loop" and self.schedule != "even":
+            others.append(f"schedule {self.schedule!r}: loop has counts of its own")
+        if others:
+            raise ConfigError(f"cannot be combined with {others[0]}", where="revise", remedy="Leave one of them out")
 
     @property
     def self_speculative(self) -> bool:

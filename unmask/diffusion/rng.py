@@ -33,6 +33,7 @@ class Stream(IntEnum):
     REVEAL_STEP = 7
     DRAFT = 8
     ACCEPT = 9
+    REVISION = 10
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

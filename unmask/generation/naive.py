@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
+from unmask.generation.revise import doubts, present_log_probs
 from unmask.generation.speculation import draft_inputs, draw_drafts, num_drafts, probabilities, verify
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -72,10 +75,15 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
                     if hidden[position]
                 }
             order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
+            again = []
+            if request.revisions:
+                visible_N = torch.tensor(sorted(position for position in revealed if position >= start), dtype=torch.long)
+                again = _unlikely(lm, logits_TV, ids[:visible], hidden[:visible], visible_N, key, number, config)
+                again = again[: request.revisions[block][step]]
             num_remasked = count_remasked(counts, step, config.remask)
-            num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked
+            num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked + len(again)
             earlier = sorted((float(decision.log_prob_N.float()), position) for position, decision in revealed.items() if position >= start)
-            for _, position in earlier[:num_remasked]:  # the least probable ones
+            for position in [position for _, position in earlier[:num_remasked]] + again:  # the least probable ones
                 ids[position], hidden[position], steps[position] = lm.mask_token_id, True, -1
                 del revealed[position]
             for position in order[:num_revealed]:
@@ -179,6 +187,32 @@ def _decide_given(
     decision = decide_given(logits_TV[position_N], config, key_N, step_N, position_N, present_NV, windows)
     parts = {name: values_N for name, values_N in decision._asdict().items() if values_N is not None}
     return {position: Decision(**{name: each[[n]] for name, each in parts.items()}) for n, position in enumerate(positions)}
+
+
+def _unlikely(
+    lm: DiffusionLM,
+    logits_TV: Tensor,
+    ids: list[int],
+    hidden: list[bool],
+    position_N: Tensor,
+    key: Tensor,
+    step: Tensor,
+    config: SamplerConfig,
+) -> list[int]:
+    """Those of the visible positions that may be hidden again, the first to be hidden first."""
+    assert config.revise is not None
+    ids_1T, position_N = torch.tensor([ids], device=lm.device), position_N.to(lm.device)
+    if config.revise.by == "quality":  # in a pass of its own
+        assert lm.quality_head is not None
+        inputs = lm.noised_inputs(ids_1T, hidden_BT=torch.tensor([hidden], device=lm.device))
+        with lm.capturing() as seen:
+            lm.forward(replace(inputs, index_N=position_N))
+        log_prob_N = logsigmoid(lm.quality_head(seen[0]))
+    else:
+        log_prob_N = present_log_probs(logits_TV[position_N], ids_1T[0, position_N])
+    priority_N = doubts(log_prob_N, config.revise, config.seed, key.expand_as(position_N), step.expand_as(position_N), position_N)
+    ranked = sorted((-priority, position) for priority, position in zip(priority_N.tolist(), position_N.tolist(), strict=True))
+    return [position for negative, position in ranked if negative < math.inf]
 
 
 def _num_accepted(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:

@@ -130,6 +130,11 @@ def _decide(
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
+def normaliser(logits_NV: Tensor) -> Tensor:
+    """The log of the sum of the exponentials of each row."""
+    return _normalised(logits_NV)[2]
+
+
 def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The weights of each row, their sum, and the log of the sum of the exponentials."""
     largest_N1 = logits_NV.amax(-1, keepdim=True)

@@ -19,6 +19,7 @@ from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
+from unmask.generation.revise import loop_counts, plan_revisions
 from unmask.models.diffusion_lm import DiffusionLM
 
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
@@ -37,6 +38,7 @@ class Request:
     counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
     stop_at_eos: bool  # whether decoding stops with the block that produces an end token
     gaps: tuple[Gap, ...] = ()  # what has to meet a constraint
+    revisions: tuple[list[int], ...] = ()  # for each block the most tokens that each step hides again; (): none
 
     @property
     def length(self) -> int:
@@ -48,7 +50,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
     """Encode prompts into requests. Arguments and errors as in `unmask.generate`."""
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
     attention_block = check_settings(lm, config)
-    if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even":
+    if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even" and not _in_loop(config):
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
         raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
     if attention_block is None and config.max_new_tokens % (config.block_size or 1):
@@ -65,9 +67,9 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
             raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
-        counts = step_counts([last - first for first, last in blocks], config, key)
+        counts, revisions = _steps([last - first for first, last in blocks], config, key)
         gaps = constrained_gaps(lm, hidden, config, where, completion=True)
-        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps))
+        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps, revisions))
     return requests
 
 
@@ -89,9 +91,9 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
         if lm.logit_shift and hidden[0]:
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
-        counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
+        counts, revisions = _steps([sum(hidden[a:b]) for a, b in blocks], config)
         gaps = constrained_gaps(lm, hidden, config, where, completion=False)
-        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps))
+        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions))
     return requests
 
 
@@ -120,6 +122,11 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
+    if config.revise is not None and attention_block == 1:
+        raise GenerationError("blocks of one token have no visible token to hide", where="revise", remedy="Leave it out for this model")
+    if config.revise is not None and config.revise.by == "quality" and lm.quality_head is None:
+        remedy = "Train one with `unmask sft --recipe quality-head`, or revise by probability"
+        raise GenerationError("the model has no quality head", where="revise.by", remedy=remedy)
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     check_ids(lm, config.reveal_last or [], "reveal_last")
@@ -165,6 +172,19 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
             raise GenerationError(f"token id {token} is outside the vocabulary of {size}", where=where, remedy="Use this model's tokenizer")
 
 
+def _steps(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> tuple[list[list[int]] | None, tuple[list[int], ...]]:
+    """The counts and the revisions of a request. Arguments as for `step_counts`."""
+    counts = step_counts(sizes, config, key)
+    if config.revise is None or counts is None:
+        return counts, ()
+    planned = [plan_revisions(block, config.revise) for block in counts]
+    return [reveals for reveals, _ in planned], tuple(hides for _, hides in planned)
+
+
+def _in_loop(config: SamplerConfig) -> bool:
+    return config.revise is not None and config.revise.schedule == "loop"
+
+
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
     """Tokens to reveal at each step of each block: at least one step per block, and one token per step. `sizes`: hidden tokens of each
     block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
@@ -176,6 +196,9 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
         if config.steps is not None:
             steps = max(1, config.steps // len(sizes) + (index < config.steps % len(sizes)))
         match config.schedule:
+            case "even" if config.revise is not None and _in_loop(config):
+                counts.append(loop_counts(size, steps, config.revise))
+                continue
             case "even":
                 steps = min(size, steps)
                 reveals = [size // steps + (i < size % steps) for i in range(steps)]

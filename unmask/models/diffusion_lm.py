@@ -27,6 +27,7 @@ from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first
 from unmask.models.hooks import head
 from unmask.models.hooks.head import RowSelector, token_log_probs
 from unmask.models.hooks.last_layer import LastLayer
+from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
 from unmask.models.kernels import flash
 from unmask.models.model_card import write_card
@@ -63,6 +64,7 @@ class DiffusionLM:
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
             block in both directions (NBDiff, Tian et al. 2025).
         config: of the unwrapped model.
+        quality_head: estimates whether visible tokens are right; None: the model has none.
         padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
         flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
     """
@@ -81,6 +83,7 @@ class DiffusionLM:
         logit_shift: bool,
         causal_context: bool = False,
         time_embedding: bool = False,
+        quality_head: bool = False,
     ):
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
@@ -96,6 +99,7 @@ class DiffusionLM:
         self._head = RowSelector.of(model)
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
+        self.quality_head = add_quality_head(model) if quality_head else None
         self._fraction = HiddenFraction() if self._time is None else self._time.fraction
         self._annealing: tuple[float, int] | None = None
         self.compile_options: dict[str, Any] | None = None
@@ -147,7 +151,8 @@ class DiffusionLM:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that `unmask.load` reads from the model's config."""
-        return self.pattern | {"eos_token_ids": list(self.eos_token_ids), "padding_idx": self.padding_idx}
+        ends, quality = list(self.eos_token_ids), self.quality_head is not None
+        return self.pattern | {"eos_token_ids": ends, "padding_idx": self.padding_idx, "quality_head": quality}
 
     @property
     def pattern(self) -> dict[str, str | int | bool | None]:
@@ -171,7 +176,7 @@ class DiffusionLM:
     def bind(self, model: nn.Module) -> DiffusionLM:
         """The same settings with a wrapper or a deep copy of the model."""
         bound = copy.copy(self)
-        bound.model = model
+        bound.model, bound.quality_head = model, quality_head_of(model) if self.quality_head is not None else None
         return bound
 
     def compile(self, **options: Any) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import pathlib
 import warnings
+from collections.abc import Iterator
 
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +16,7 @@ from unmask.artifacts import read_file, share
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
+from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.model_card import HISTORY_KEY, write_card
 from unmask.models.released_families import FAMILIES
 
@@ -35,14 +38,23 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
         ModelError: a model that the format cannot express; nothing is written.
     """
     folder = pathlib.Path(path)
-    if layout == STOCK_FORMAT:
-        _export_stock(lm, folder)
-    elif layout in FAMILIES:
-        _export_released(lm, folder, layout)
-    else:
+    if layout not in (STOCK_FORMAT, *FAMILIES):
         raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}")
+    with _without_quality_head(lm):
+        _export_stock(lm, folder) if layout == STOCK_FORMAT else _export_released(lm, folder, layout)
     save_tokenizer(lm.tokenizer, folder)
     write_card(lm, folder)
+
+
+@contextlib.contextmanager
+def _without_quality_head(lm: DiffusionLM) -> Iterator[None]:
+    """Inside, the model lacks its quality head, which no engine reads."""
+    head = lm.model._modules.pop(QUALITY_HEAD, None)
+    try:
+        yield
+    finally:
+        if head is not None:
+            setattr(lm.model, QUALITY_HEAD, head)
 
 
 def _export_released(lm: DiffusionLM, folder: pathlib.Path, layout: str) -> None:

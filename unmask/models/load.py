@@ -24,6 +24,8 @@ from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.family import Family
+from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
+from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
 from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
@@ -35,6 +37,7 @@ STOCK_SETTINGS: dict[str, Any] = {
     "logit_shift": None,
     "causal_context": False,
     "time_embedding": False,
+    "quality_head": False,
     "eos_token_ids": None,
     "padding_idx": None,
 }
@@ -98,7 +101,9 @@ def load(
         if eos_token_ids is not None:
             settings["eos_token_ids"] = eos_token_ids
         if settings["time_embedding"]:
-            _load_time_embedding(model, where, revision)
+            _load_module(add_time_embedding(model), TIME_EMBEDDING, "time embedding", where, revision)
+        if settings["quality_head"]:
+            _load_module(add_quality_head(model), QUALITY_HEAD, "quality head", where, revision)
         return make_diffusion(model, tokenizer, **settings)
 
 
@@ -171,6 +176,7 @@ def make_diffusion(
     eos_token_ids: Sequence[int] | None = None,
     causal_context: bool = False,
     time_embedding: bool = False,
+    quality_head: bool = False,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
     """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in place.
@@ -204,6 +210,7 @@ def make_diffusion(
         logit_shift=attention == "causal" if logit_shift is None else logit_shift,
         causal_context=causal_context,
         time_embedding=time_embedding,
+        quality_head=quality_head,
     )
 
 
@@ -262,6 +269,7 @@ def with_pattern(
         eos_token_ids=lm.eos_token_ids,
         causal_context=causal_context,
         time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
+        quality_head=lm.quality_head is not None,
         padding_idx=lm.padding_idx,
     )
 
@@ -334,14 +342,14 @@ def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)
 
 
-def _load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
-    """Add the time embedding that was saved with a model; stock classes do not load it. Raises ModelError if the weights lack it."""
-    time, prefix = add_time_embedding(model), f"{TIME_EMBEDDING}."
+def _load_module(module: torch.nn.Module, name: str, what: str, path_or_id: str, revision: str | None = None) -> None:
+    """Load the weights of a module that was saved with a model; stock classes do not. Raises ModelError if they are missing."""
+    prefix = f"{name}."
     found: dict[str, torch.Tensor] = {}
     for shard in weight_files(path_or_id, revision):
         with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
             names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
             found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
-    if found.keys() != time.state_dict().keys():
-        raise ModelError("the weights lack the time embedding", where=path_or_id, remedy="Save the model again with lm.save")
-    time.load_state_dict(found)
+    if found.keys() != module.state_dict().keys():
+        raise ModelError(f"the weights lack the {what}", where=path_or_id, remedy="Save the model again with lm.save")
+    module.load_state_dict(found)

@@ -40,6 +40,7 @@ class DescribedModel(Protocol):
     eos_token_ids: tuple[int, ...]
     logit_shift: bool
     causal_context: bool
+    quality_head: Any
 
     @property
     def autoregressive(self) -> bool: ...
@@ -125,6 +126,7 @@ def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
         *([("context", "read from left to right, except the current block")] if lm.causal_context else []),
         ("logit shift", "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"),
         *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
+        *([("quality head", "estimates whether visible tokens are right")] if lm.quality_head is not None else []),
         ("mask token", mask),
         *([("end tokens", ", ".join(ends))] if ends else []),
         *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),

@@ -5,19 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.trainer_utils import TrainOutput
 
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Row
+from unmask.data.rows import Row, separate_documents
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
+from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import as_diffusion_lm
+from unmask.supervised.quality import fill_in, quality_logits, quality_loss, training_head, with_quality_head
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.pair_config import PairConfig, limits
@@ -37,12 +43,24 @@ class SFTConfig(NoisingConfig, PairConfig):
     truncate_completion: bool = setting(
         False, "Cut a completion that is too long. No end token is then learnt, because the cut is not the end of the answer"
     )
+    quality_head: str = setting(
+        "off",
+        "A head that learns, from the model's own samples, which visible tokens are right. off: none is trained; alone: only the head is; "
+        "joint: the model too, by the sum of both losses",
+        choices=("off", "alone", "joint"),
+    )
+    quality_tokens: int = setting(
+        4, "Hidden tokens of each row that the model fills in, in one step, to train the head", low=1, needs=("quality_head=alone|joint",)
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.truncate_completion and self.canvas_length is not None:
             remedy = "Leave one of them out (of a task: canvas_length=null)"
             raise ConfigError("a cut completion cannot fill a canvas", where="truncate_completion, canvas_length", remedy=remedy)
+        if self.quality_head != "off" and self.aggregation != "token":
+            what = "the quality head's loss is divided by tokens"
+            raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
 
     @property
     def noised_copies(self) -> int:
@@ -55,8 +73,15 @@ class SFTTrainer(DiffusionTrainer):
     The loss is sum(CE / t) / completion tokens, over the whole accumulated batch on all processes. A causal model gets the next-token loss.
     d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead. With `aggregation: sequence` each answer's sum is divided by
     its own tokens and averaged over answers, as in LLaDA (Nie et al. 2025, its GUIDELINES.md).
+    With a `quality_head` the loss has the head's part (`unmask.supervised.quality`): the mean over rows, weighted by their tokens.
     The end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention block or `canvas_length`.
     """
+
+    def __init__(self, model: DiffusionLM | PreTrainedModel | str | Path, args: SFTConfig, *rows: Any, **named: Any):
+        if args.quality_head != "off":
+            lm = as_diffusion_lm(model, named.get("processing_class"))
+            model = with_quality_head(lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm))
+        super().__init__(model, args, *rows, **named)
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
@@ -73,6 +98,26 @@ class SFTTrainer(DiffusionTrainer):
         if self.args.aggregation == "token":
             return views
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
+
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        if self.args.quality_head == "off":
+            return super().micro_loss(lm, batch)
+        draw = self.training_draw(batch)
+        views = self.plan(batch, draw)
+        joint, clean_BT, maskable_BT = self.args.quality_head == "joint", batch["input_ids"], batch["maskable"]
+        rollout = fill_in(lm, clean_BT, separate_documents(batch), views.hidden_BMT[:, 0], draw, self.args.quality_tokens)
+        logits_N = quality_logits(lm, rollout, trained=joint)
+        loss = quality_loss(logits_N, rollout, maskable_BT.sum(1))
+        self.record("quality_loss", loss.detach() / maskable_BT.sum().clamp_min(1), float(maskable_BT.sum()))
+        if len(logits_N):
+            self.record("filled_in_right", rollout.right_N.mean(), len(logits_N))
+        return loss + self.cross_entropy(lm, batch, views) if joint else loss
+
+    def train(self, *arguments: Any, **named: Any) -> TrainOutput:
+        if self.args.quality_head == "off":
+            return super().train(*arguments, **named)
+        with training_head(self.lm, alone=self.args.quality_head == "alone"):
+            return super().train(*arguments, **named)
 
     def count_items(self, batch: Batch) -> Tensor:
         """The number of learnt tokens, or with `aggregation: sequence` of answers."""

@@ -32,7 +32,7 @@ def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, bl
     expected, results, cancelled, drafting = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
-        if (block_size or 1) > 1 and not config.guidance and not config.remask:  # drafts beside guided and remasking sequences
+        if (block_size or 1) > 1 and not (config.guidance or config.remask or config.revise):  # drafts beside sequences of these
             config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
         requests = make_requests(lm, prompts, config)
         traces = naive.complete(lm, requests, config).trace
@@ -170,7 +170,7 @@ def test_drafts_change_no_token(logit_shift, attention, block_size, data):
         data.draw(st.sampled_from(["phi", "gpt2"])), attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0]))
     )
     prompts = data.draw(prompt_lists(int(logit_shift)))
-    config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "guidance": 0.0})
+    config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "revise": None, "guidance": 0.0})
     requests = make_requests(lm, prompts, config)
     engine, results = Engine(lm, batch_size=config.batch_size), {}
     for request in requests:

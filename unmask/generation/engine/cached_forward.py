@@ -50,7 +50,7 @@ def cached_pass(
     """A pass over the current block of every sequence and its drafts, which do not attend to each other. It also computes the clean tokens
     before the block that are not cached, and with a logit shift the last clean token again, because it predicts the first token of the
     block."""
-    shift, device = int(lm.logit_shift), member_N.device
+    device = member_N.device
     extents = [_extent(lm, entry) for entry in entries]
     num_clean = max(extent.base - extent.first for extent in extents)
     width = max(extent.stop - extent.base for extent in extents)
@@ -74,7 +74,8 @@ def cached_pass(
         queries.end_BQ = torch.where(draft_BQ, base_B1, queries.end_BQ)
         queries.draft_BQ2 = torch.stack([draft_start_BQ, draft_start_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
     offset_N = position_N - base_B1[member_N, 0]
-    query_N = torch.where(offset_N < shift, num_clean - 1, num_clean + ahead_N * width + offset_N - shift)
+    shift_N = slots.shifts(lm, entries, member_N, position_N)
+    query_N = torch.where(offset_N < shift_N, num_clean - 1, num_clean + ahead_N * width + offset_N - shift_N)
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
     return run_pass(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
@@ -97,7 +98,8 @@ def partial_pass(
     start_B1, stop_B1, length_B1 = as_columns(spans, device)
     position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
-    index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0] - shift
+    index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0]
+    index_N = index_N - slots.shifts(lm, entries, member_N, position_N)
     return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 

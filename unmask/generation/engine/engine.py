@@ -84,7 +84,8 @@ class Engine:
         check_settings(self.lm, config)
         if self.verifier is not None:
             check_verified(self.verifier, request, config)
-        if (request.counts is None) != config.parallel or bool(request.gaps) != (config.constraint is not None):
+        given = (request.counts is None, bool(request.gaps), bool(request.revisions))
+        if given != (config.parallel, config.constraint is not None, config.revise is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
@@ -283,12 +284,14 @@ class Engine:
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
+        revise = config.revise.by if config.revise is not None and sequence.num_revised else None
         if config.cache != "exact":
             refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             stale = (start, stop if config.cache == "dual" else length)
-            return BatchEntry(slot, length, start, stop, recompute=(0, length) if refresh else stale)
-        state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done)
-        return BatchEntry(slot, length, start, stop, sequence.num_cached, state=state, draft=sequence.draft)
+            return BatchEntry(slot, length, start, stop, recompute=(0, length) if refresh else stale, revise=revise)
+        own = (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done, revise)
+        state = None if self.exact_cache else own
+        return BatchEntry(slot, length, start, stop, sequence.num_cached, state=state, draft=sequence.draft, revise=revise)
 
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""

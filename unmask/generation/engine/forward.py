@@ -6,11 +6,13 @@ Shapes: B sequences of a pass, S slots, C columns of the slots (positions), T to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
 from unmask.generation.engine.slots import BatchEntry, Slots
@@ -28,28 +30,34 @@ class Predictions(NamedTuple):
     position_N: Tensor  # in the sequence
     ahead_N: Tensor  # how many steps ahead the predicted state is drafted; 0: the current state
     drafted: bool  # whether there are drafts
+    quality_N: Tensor | None = None  # the logs of the quality head's probabilities; None: not computed
 
     def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Predictions:
         """Those that `keep_N` selects; `number_B` renumbers their members."""
         index_J = keep_N.nonzero().squeeze(1)
         member_J = self.member_N[index_J] if number_B is None else number_B[self.member_N[index_J]]
-        return Predictions(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted)
+        quality_J = None if self.quality_N is None else self.quality_N[index_J]
+        return Predictions(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted, quality_J)
 
 
 def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Predictions:
-    """Logits at every hidden position of the current blocks. Sequences in equal states are computed once. Sequences of very different
-    lengths have separate passes. With `alone`, every sequence has a pass of its own."""
+    """Logits at the positions of the current blocks that `Slots.hidden_positions` names. Sequences in equal states are computed once.
+    Sequences of very different lengths have separate passes. With `alone`, every sequence has a pass of its own."""
     member_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
     parts: list[Tensor] = []
     source_N = torch.empty_like(member_N)  # index of each position among the computed ones
     count = 0
+    judged = any(entry.revise == "quality" for entry in entries)
+    states: list[Tensor] = []
     for members, run in _passes(lm, entries, computed, alone):
         number_B = torch.full((len(entries),), -1)
         number_B[members] = torch.arange(len(members))
         number_N = number_B.to(member_N.device)[member_N]
         index_J = (number_N >= 0).nonzero().squeeze(1)
-        parts.append(run(lm, slots, [entries[member] for member in members], number_N[index_J], position_N[index_J], ahead_N[index_J]))
+        with lm.capturing() if judged else nullcontext(states) as seen:
+            parts.append(run(lm, slots, [entries[member] for member in members], number_N[index_J], position_N[index_J], ahead_N[index_J]))
+        states = states + seen if judged else states
         source_N[index_J] = torch.arange(count, count + len(index_J), device=member_N.device)
         count += len(index_J)
     if len(computed) < len(entries):  # such sequences have no drafts
@@ -59,7 +67,11 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(entries):
         logits_NV = logits_NV[source_N]
-    return Predictions(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries))
+    quality_N = None
+    if judged:
+        assert lm.quality_head is not None
+        quality_N = logsigmoid(lm.quality_head(torch.cat(states)))[source_N]
+    return Predictions(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries), quality_N)
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -86,7 +98,7 @@ def full_pass(
     padded = any(entry.length < width for entry in entries)
     real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
     inputs = lm.noised_inputs(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
-    index_N = (member_N * width + position_N - int(lm.logit_shift)).clamp_min(0)
+    index_N = (member_N * width + position_N - slots.shifts(lm, entries, member_N, position_N)).clamp_min(0)
     return lm.forward(replace(inputs, index_N=index_N, pruned=True))
 
 

@@ -6,7 +6,7 @@ Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden po
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class BatchEntry(NamedTuple):
     recompute: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
     state: tuple | None = None  # equal in sequences that may be in the same state; None: no other sequence is
     draft: Draft | None = None  # its states are computed too
+    revise: Literal["probability", "quality"] | None = None  # the positions that were revealed in the block are computed too, for this
 
     def base(self, lm: DiffusionLM) -> int:
         """The start of the current attention block: the tokens before it are clean."""
@@ -136,18 +137,30 @@ class Slots:
             cache.copy(source, targets, columns)
 
     def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
-        """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
+        """Member, position and steps ahead (0: the current state) of every position to predict: the hidden ones of the current blocks, and
+        the revealed ones of a block that is revised."""
         blocks = [(entry.slot, entry.start, entry.stop) for entry in entries]
         slot_B, start_B, stop_B = torch.tensor(blocks, device=self.ids_SC.device).unbind(1)
         position_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
-        hidden_BC = self.hidden_SC[slot_B] & (position_C >= start_B[:, None]) & (position_C < stop_B[:, None])
-        index = [F.pad(hidden_BC.nonzero(), (0, 1))]
+        inside_BC = (position_C >= start_B[:, None]) & (position_C < stop_B[:, None])
+        hidden_BC = self.hidden_SC[slot_B]
+        if any(entry.revise is not None for entry in entries):
+            revise_B = torch.tensor([entry.revise is not None for entry in entries], device=slot_B.device)
+            hidden_BC = hidden_BC | (revise_B[:, None] & (self.step_SC[slot_B] >= 0))
+        index = [F.pad((hidden_BC & inside_BC).nonzero(), (0, 1))]
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 ahead_J, column_J = entry.draft.hidden_GW.nonzero(as_tuple=True)
                 index.append(torch.stack([torch.full_like(ahead_J, member), entry.start + column_J, 1 + ahead_J], 1))
         member_N, position_N, ahead_N = torch.cat(index).T.contiguous().unbind()
         return member_N, position_N, ahead_N
+
+    def shifts(self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor) -> Tensor | int:
+        """The number of rows before each position at which it is read: with a logit shift 1, but 0 where a visible token's quality is."""
+        if not lm.logit_shift or all(entry.revise != "quality" for entry in entries):
+            return int(lm.logit_shift)
+        slot_B, quality_B = torch.tensor([(entry.slot, entry.revise == "quality") for entry in entries], device=member_N.device).unbind(1)
+        return 1 - (~self.hidden_SC[slot_B[member_N], position_N] & (quality_B[member_N] > 0)).long()
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
         """Put a sequence into the next slot."""

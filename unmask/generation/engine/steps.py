@@ -19,6 +19,7 @@ from unmask.generation.engine.forward import Predictions
 from unmask.generation.engine.slots import Draft, Slots, as_columns
 from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, num_accepted
 from unmask.generation.requests import Request
+from unmask.generation.revise import doubts, present_log_probs
 
 
 @dataclass
@@ -70,6 +71,11 @@ class SequenceState:
         return count_remasked(self.counts, self.step, self.config.remask)
 
     @property
+    def num_revised(self) -> int:
+        """The most tokens that the step hides again by its own predictions. It reveals as many more than its count."""
+        return self.request.revisions[self.block][self.step] if self.request.revisions else 0
+
+    @property
     def num_slots(self) -> int:
         """2 with guidance, else 1."""
         return 1 + (self.config.guidance > 0)
@@ -77,12 +83,17 @@ class SequenceState:
 
 def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
     """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to the slots."""
-    decision = decide_all(slots, sequences, predictions)
     device = predictions.member_N.device
-    index_J, _ = choose(sequences, predictions, decision)
+    at = more_B = None
+    if any(sequence.num_revised for sequence in sequences):
+        predictions, at, more_B = _revise(slots, sequences, predictions)
+    decision = decide_all(slots, sequences, predictions)
+    index_J, _ = choose(sequences, predictions, decision, more_B=more_B)
     again = [sequence.num_remasked for sequence in sequences]
     if any(again):
         _remask(slots, sequences, again)
+    if at is not None:
+        _hide(slots, at)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
     member_J = predictions.member_N[index_J]
     at = (slot_B[member_J], predictions.position_N[index_J])
@@ -94,6 +105,7 @@ def reveal(slots: Slots, sequences: list[SequenceState], predictions: Prediction
             filled_W = slots.hidden_SC[slot, block] | (slots.step_SC[slot, block] >= 0)  # the other tokens belong to the prompt
             slots.ids_SC[unconditional, block] = torch.where(filled_W, slots.ids_SC[slot, block], slots.mask_token_id)
             slots.hidden_SC[unconditional, block] = slots.hidden_SC[slot, block]
+            slots.step_SC[unconditional, block] = slots.step_SC[slot, block]
 
 
 def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0) -> Decision:
@@ -128,8 +140,10 @@ def _decide_given(
     return index_J, decide_given(logits_JV, config, key_N[index_J], step_N[index_J], position_J, present_JV, windows)
 
 
-def choose(sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
-    """The predictions [J] to reveal, and their columns in the block."""
+def choose(
+    sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0, more_B: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The predictions [J] to reveal, and their columns in the block. `more_B`: how many more than planned."""
     start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=predictions.member_N.device)
     column_N = predictions.position_N - start_B[predictions.member_N]
     width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
@@ -137,6 +151,7 @@ def choose(sequences: list[SequenceState], predictions: Predictions, decision: D
     priority_BW[predictions.member_N, column_N] = decision.priority_N
     fixed = [sequence.tokens_to_reveal(ahead) + sequence.num_remasked for sequence in sequences]
     count_B = torch.tensor(fixed, device=column_N.device)
+    count_B = count_B if more_B is None else count_B + more_B
     for config, uses_B in _by_settings(sequences, column_N.device):
         if uses_B is None:
             uses_B = torch.ones_like(count_B, dtype=torch.bool)
@@ -198,7 +213,39 @@ def _remask(slots: Slots, sequences: list[SequenceState], again: list[int]) -> N
     earlier_BW = inside_BW & (slots.step_SC[slot_B1, position_BW] >= 0)
     priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, position_BW].float(), -torch.inf)
     member_J, column_J = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
-    at = (slot_B1[member_J, 0], position_BW[member_J, column_J])
+    _hide(slots, (slot_B1[member_J, 0], position_BW[member_J, column_J]))
+
+
+def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> tuple[Predictions, tuple[Tensor, Tensor], Tensor]:
+    """The predictions of hidden positions, the slots and positions of the visible tokens to hide, and how many these are in each
+    sequence."""
+    device = predictions.member_N.device
+    slot_B, key_B, step_B, start_B, limit_B = torch.tensor(
+        [(s.slots[0], s.request.key, s.steps_done, s.span[0], s.num_revised) for s in sequences], device=device
+    ).unbind(1)
+    hidden_N = slots.hidden_SC[slot_B[predictions.member_N], predictions.position_N]
+    visible = predictions.where(~hidden_N)
+    member_N, position_N = visible.member_N, visible.position_N
+    priority_BW = torch.full((len(sequences), max(stop - start for start, stop in (s.span for s in sequences))), -torch.inf, device=device)
+    for config, uses_B in _by_settings(sequences, device):
+        if config.revise is None:
+            continue
+        own_N = torch.ones_like(member_N, dtype=torch.bool) if uses_B is None else uses_B[member_N]
+        member_J, position_J = member_N[own_N], position_N[own_N]
+        if config.revise.by == "quality":
+            assert visible.quality_N is not None
+            log_prob_J = visible.quality_N[own_N]
+        else:
+            log_prob_J = present_log_probs(visible.logits_NV[own_N], slots.ids_SC[slot_B[member_J], position_J])
+        drawn = (config.seed, key_B[member_J], step_B[member_J], position_J)
+        priority_BW[member_J, position_J - start_B[member_J]] = doubts(log_prob_J, config.revise, *drawn)
+    chosen_BW = first_by_priority(priority_BW, limit_B)
+    member_J, column_J = chosen_BW.nonzero(as_tuple=True)
+    return predictions.where(hidden_N), (slot_B[member_J], start_B[member_J] + column_J), chosen_BW.sum(1)
+
+
+def _hide(slots: Slots, at: tuple[Tensor, Tensor]) -> None:
+    """Hide the tokens of these slots and positions."""
     slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
 
 

@@ -1,0 +1,115 @@
+"""Training a quality head on the model's own rollouts (PRISM, Kim et al. 2025, arXiv 2510.01384).
+
+Of a row whose tokens are hidden at random, the model fills in a few in one step, as its sampler does. The head then reads the partly filled
+row and learns, for these tokens, whether each equals the original one. The cross-entropy of this event is least where the head gives its
+probability, given the partly filled row.
+
+Shapes: B batch, T tokens, N filled tokens of the batch, D hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from unmask.diffusion.log_probs import forward_inputs
+from unmask.diffusion.rng import Stream
+from unmask.diffusion.views import Draw, columns
+from unmask.errors import ConfigError, ModelError
+from unmask.generation.policies import draw as draw_tokens
+from unmask.generation.policies import weights
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.hooks.quality_head import add_quality_head
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Rows of which a few hidden tokens were filled in."""
+
+    clean_BT: Tensor
+    ids_BT: Tensor  # with the filled tokens; the clean ones elsewhere, also where hidden
+    hidden_BT: Tensor  # True where a token is still hidden
+    filled_BT: Tensor
+    padding_BT: Tensor | None  # the attention mask
+
+    @property
+    def right_N(self) -> Tensor:
+        """1 where a filled token equals the original one, else 0."""
+        return (self.ids_BT == self.clean_BT)[self.filled_BT].float()
+
+
+def with_quality_head(lm: DiffusionLM, args: Any, *, adapters: bool) -> DiffusionLM:
+    """The model with a quality head, to be trained.
+
+    Raises:
+        ModelError: the model is causal: it has no hidden tokens.
+        ConfigError: several processes or adapters, which do not train the head.
+    """
+    if lm.attention == "causal":
+        raise ModelError("a causal model never revises a token", where="quality_head", remedy="Convert it first (`unmask convert`)")
+    for name, on in {"lora": adapters, "several processes": args.world_size > 1, "fsdp": args.fsdp, "deepspeed": args.deepspeed}.items():
+        if on:
+            what = f"is not trained with {name}: it is no part of the model's forward pass"
+            raise ConfigError(what, where="quality_head", remedy="Train it in one process, without adapters")
+    lm = lm.bind(lm.model)
+    lm.quality_head = add_quality_head(lm.model)
+    return lm
+
+
+@contextmanager
+def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
+    """Inside, the quality head has gradients; if `alone`, nothing else has."""
+    head = lm.quality_head
+    assert head is not None
+    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
+    for parameter in lm.model.parameters():
+        parameter.requires_grad_(before[parameter] and not alone)
+    head.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter, had in before.items():
+            parameter.requires_grad_(had)
+
+
+@torch.no_grad()
+def fill_in(lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: Draw, count: int) -> Rollout:
+    """Fill in `count` random hidden tokens of each row (or all, if there are fewer) in one step, each drawn from the model's distribution
+    at temperature 1."""
+    place_BT = columns(hidden_BT)
+    order_BT = draw.uniform(place_BT, 1, Stream.ROLLOUT)[:, 0].masked_fill(~hidden_BT, 2.0)
+    filled_BT = hidden_BT & (order_BT.argsort(1).argsort(1) < count)
+    ids_BT = clean_BT.clone()
+    if filled_BT.any():
+        logits_NV = lm.forward(forward_inputs(lm, clean_BT, padding_BT, hidden_BT[:, None], filled_BT[:, None]))
+        weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True))
+        ids_BT[filled_BT] = draw_tokens(weight_NV, draw.uniform(place_BT, 1, Stream.TOKEN)[:, 0][filled_BT])
+    return Rollout(clean_BT, ids_BT, hidden_BT & ~filled_BT, filled_BT, padding_BT)
+
+
+def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tensor:
+    """The quality head's logits [N] at the filled tokens, read as in generation: a block-causal model sees clean blocks before the current
+    one. With `trained` the model gets their gradient too."""
+    assert lm.quality_head is not None
+    hidden_BT, filled_BT = rollout.hidden_BT, rollout.filled_BT
+    inputs = forward_inputs(lm, rollout.clean_BT, rollout.padding_BT, hidden_BT[:, None], filled_BT[:, None])
+    length, width = filled_BT.shape[1], inputs.ids_BT.shape[1]
+    noisy_BT = torch.where(hidden_BT, lm.mask_token_id, rollout.ids_BT)
+    row_N, column_N = filled_BT.nonzero(as_tuple=True)
+    inputs = replace(inputs, ids_BT=torch.cat([noisy_BT, inputs.ids_BT[:, length:]], 1), index_N=row_N * width + column_N)
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()), lm.capturing() as seen:
+        lm.forward(inputs)
+    return lm.quality_head(seen[0])
+
+
+def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:
+    """The mean cross-entropy of each row's filled tokens, times the row's items, summed over rows."""
+    filled_B = rollout.filled_BT.sum(1)
+    weight_N = (items_B / filled_B.clamp_min(1))[:, None].expand_as(rollout.filled_BT)[rollout.filled_BT]
+    return (weight_N * binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")).sum()
