@@ -117,7 +117,7 @@ def compare_rules(lm: unmask.DiffusionLM, gaps: Sequence[Gap], max_gap: int, con
     rules: dict[str, Callable[[float, float, int], float]] = {
         "every length scored in full": lambda score, fill, length: score,
         "score + log-probability of the gap": lambda score, fill, length: score + fill,
-        "the same per token": lambda score, fill, length: (score + fill) / (length + 1),
+        "the same per token": lambda score, fill, length: (score + fill) / (length + ROUNDS[-1]),
         "log-probability of the gap per token": lambda score, fill, length: fill / length,
     }
     for name, rule in rules.items():
