@@ -73,6 +73,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "desirable_weight": {"loss_type": "kto"},
     "undesirable_weight": {"loss_type": "kto"},
     "stale_reference": {},
+    "quality_tokens": {"quality_head": "joint"},
 }
 """The settings without which a setting has no effect, or another first value."""
 
@@ -95,7 +96,7 @@ SECOND: dict[str, Any] = {
     **{"policy": "random"},
     **{"reward_weights": [2.0], "steps": 2, "advantage": "z-score", "ratio": "sequence", "aggregation": "sequence", "kl": "k1"},
     **{"kl_to": "old", "beyond_eos": "learnt", "reference_sync_steps": 2, "curriculum": 0.5, "overlong_buffer": 2},
-    **{"score_temperature": 0.7},
+    **{"score_temperature": 0.7, "constraint": {"regex": "[a-h]*"}},
     **{"reward_errors": "raise", "score_chunk": 1, "rollout": {"patience": 31.0}, "difficulty_reward": "ranks", "log_completions_rows": 2},
     **{"log_completions_steps": 1, "dual_clip": 3.0, "log_ratio_clamp": 5.0, "epsilon_high": 0.5, "max_completion_length": 5},
 }
@@ -280,13 +281,13 @@ def test_every_field_of_the_installed_transformers_has_a_kind():
 WITHOUT_A_DECLARATION = {
     # Settings of Unmask's own: losses, methods, masks, lengths and data.
     *("adaptive_loss", "advantage", "aggregation", "alignment", "attention", "attention_annealing", "beta"),
-    *("beyond_eos", "block_size", "bound", "canvas_length", "cart_p", "causal_context", "complementary", "curriculum"),
+    *("beyond_eos", "block_size", "bound", "canvas_length", "cart_p", "causal_context", "complementary", "constraint", "curriculum"),
     *("desirable_weight", "difficulty", "difficulty_reward", "distillation", "drop_equal_groups", "dual_clip"),
     *("dynamic_sampling", "epsilon", "epsilon_high", "eubo_beta", "eubo_share", "exact_count", "importance_cap", "kl"),
     *("kl_to", "kl_unbiased", "label_smoothing", "learn", "length_normalization", "log_ratio_clamp", "logit_shift"),
     *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_length", "max_time"),
     *("method", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
-    *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "ratio", "reference"),
+    *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "quality_head", "quality_tokens", "ratio", "reference"),
     *("reference_model", "reference_sync_share", "reference_sync_steps", "reward_weights", "rollout"),
     *("rollout_tokens", "rpo_alpha", "samples", "schedule", "score_temperature", "segments", "shrink", "simpo_gamma"),
     *("softmax_temperature", "stages", "steps", "stop_at_eos", "teacher_top_k", "temperature", "text_column"),
