@@ -120,7 +120,9 @@ def test_a_token_that_context_contradicts_is_hidden_and_filled_in_again(monkeypa
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 3), ("block_causal", 4)])
+@pytest.mark.parametrize(
+    "attention, block_size", [("bidirectional", None), ("block_causal", 3), pytest.param("block_causal", 4, marks=pytest.mark.slow)]
+)
 @settings(max_examples=6)
 @given(data=st.data())
 def test_the_engine_revises_by_quality_as_the_naive_sampler_does(logit_shift, attention, block_size, data):

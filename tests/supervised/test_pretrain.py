@@ -91,7 +91,7 @@ def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_pa
     assert seen_again == seen[8:]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_other_rows_of_a_stream_are_refused_if_the_run_has_read_them(workers, tmp_path):
     texts = [{"text": f"{text}{text[::-1]}"[: 1 + n % 7]} for n, text in enumerate(row["text"] for row in TEXTS * 16)]
     run = {"max_steps": 6, "per_device_train_batch_size": 20, "dataloader_num_workers": workers, "lr_scheduler_type": "constant"}

@@ -53,6 +53,7 @@ def test_training_without_mixed_precision_and_with_memory_in_the_log(corpus):
     assert all(line["memory_gb"] > 0 for line in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_mixed_precision_is_chosen_where_it_pays_and_falls_back_elsewhere(corpus):
     pretrain(corpus, "run", "training.max_steps=1")

@@ -146,8 +146,8 @@ def test_a_grammar_that_is_invalid_is_refused(grammar, where, what):
     "grammar",
     [
         "start: " + " ".join(f'"{letter}"?' for letter in "abcdefghijklmnopqrstuvw"),  # each may be left out
-        'start: A\nA: ("a" | "b")~100000',
-        'start: e~20000\ne: "a" |',
+        pytest.param('start: A\nA: ("a" | "b")~100000', marks=pytest.mark.slow),
+        pytest.param('start: e~20000\ne: "a" |', marks=pytest.mark.slow),
     ],
 )
 def test_a_grammar_that_takes_too_long_is_refused_in_time(monkeypatch, grammar):
