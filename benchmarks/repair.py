@@ -128,7 +128,9 @@ def main() -> None:
         head = fine_tuned(plain, train, options.steps, seed, quality_head="alone", learning_rate=1e-2, weight_decay=0.0, **more)
         print(f"seed {seed}, head alone: AUROC of planted errors", found_errors(head, test, seed))
         pooled.setdefault("head alone", []).append(compare(task, head, test, list(SAMPLERS)))
-        head.model.load_state_dict(state, strict=False)
+        head.model.load_state_dict(state, strict=False)  # and the head as it begins
+        for weight in head.quality_head.parameters():
+            weight.data.zero_()
         joint = fine_tuned(head, train, options.steps, seed, quality_head="joint", learning_rate=1e-3, **more)
         print(f"seed {seed}, joint: AUROC of planted errors", found_errors(joint, test, seed))
         pooled.setdefault("joint", []).append(compare(task, joint, test, list(SAMPLERS)))

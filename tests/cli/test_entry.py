@@ -358,6 +358,7 @@ def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, opti
     [
         (["--constraint-json", "--constraint-regex", "a"], "constraint.json: regex and json contradict one another"),
         (["--constraint-json-schema", "absent.json"], "neither a text with '{' nor a file"),
+        (["--gap-mark", "[gap]"], "has no effect without --max-gap"),
         (["--constraint-grammar", "absent.lark"], "neither a text with 'start:' nor a file"),
         (["--constraint-json-schema", "{"], "is not JSON"),
     ],

@@ -247,7 +247,11 @@ def test_texts_that_cannot_be_searched_are_refused(text, error):
 
 def test_searches_that_cannot_be_made_are_refused():
     lm = tiny("phi", "bidirectional")
-    for mark, error in (("", "it is empty"), (lm.tokenizer.mask_token, "it is the mask token")):
+    for mark, error in (
+        ("", "it is empty"),
+        (lm.tokenizer.mask_token, "it is in the mask token"),
+        (lm.tokenizer.mask_token[1:3], "it is in the mask token"),
+    ):
         with pytest.raises(GenerationError, match=f"gap_mark: {error}"):
             sampler.infill(lm, ["ab<gap>c"], length="auto", gap_mark=mark)
     with pytest.raises(GenerationError, match="max_gap: 0 tokens"):

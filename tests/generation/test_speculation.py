@@ -208,3 +208,11 @@ def test_gaps_and_empty_prompts_are_refused():
         sampler.infill(lm, [f"a{lm.tokenizer.mask_token}b"], SamplerConfig(mode=MODE))
     with pytest.raises(GenerationError, match="the prompt is empty"):
         sampler.generate(lm, [[]], SamplerConfig(mode=MODE, max_new_tokens=4))
+
+
+def test_drafts_that_are_nan_are_an_error():
+    logits_NV = torch.zeros(2, 5)
+    logits_NV[1, 3] = torch.nan
+    for temperature in (0.0, 1.0):
+        with pytest.raises(GenerationError, match="predictions are NaN"):
+            speculation.probabilities(logits_NV, SamplerConfig(mode=MODE, temperature=temperature), None)

@@ -35,13 +35,13 @@ from unmask.rl.trainer import GRPOTrainer
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
-    peft = {"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {}
-    here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **RUN, **peft)
+@pytest.mark.parametrize("adapters, more", [(False, {}), (True, {}), (False, {"constraint": {"regex": "[a-d]*"}})])
+def test_a_run_on_a_server_is_the_run_in_process(adapters, more, tmp_path):
+    more = RUN | more | ({"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {})
+    here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **more)
     here.train()
     with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
-        there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **RUN, **peft)
+        there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **more)
         there.train()
         there.collector.backend.close()
     if adapters:  # the server's are merged, which rounds

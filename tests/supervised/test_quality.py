@@ -7,6 +7,7 @@ from dataclasses import replace
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import unmask
 from benchmarks import repair
@@ -141,6 +142,19 @@ def test_the_head_alone_learns(tmp_path):
     assert sum(losses[10:]) / len(losses[10:]) < 0.5
 
 
+def test_accumulated_gradients_are_those_of_the_large_batch(tmp_path):
+    found = []
+    for pieces in (1, 2, 4):
+        lm, step = tiny(dtype=torch.float64), {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0, "quality_head": "joint"}
+        batch = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces}
+        trainer = make("sft", tmp_path / str(pieces), lm, **step, **batch)
+        trainer.train()
+        found.append({name: weight.clone() for name, weight in trainer.lm.model.state_dict().items()})
+    assert found[0]["unmask_quality.weight"].abs().sum() > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=0, atol=1e-6)  # the head's loss is in float32
+
+
 def test_a_head_is_saved_with_the_model(tmp_path):
     trainer = make("sft", tmp_path / "run", quality_head="alone", max_steps=3)
     trainer.train()
@@ -172,6 +186,8 @@ def test_an_export_leaves_the_head_out(tmp_path):
     lm = with_head("causal", dtype=torch.float32)
     export(lm, tmp_path, "hf")
     assert lm.model.unmask_quality is lm.quality_head
+    assert not [name for name in load_file(tmp_path / "model.safetensors") if "quality" in name]
+    assert "quality head" not in (tmp_path / "README.md").read_text()
     assert unmask.load(tmp_path).quality_head is None
 
 

@@ -167,6 +167,8 @@ def generate(
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
+    if max_gap is None and gap_mark != "<gap>":
+        raise ConfigError("has no effect without --max-gap", where="--gap-mark", remedy="Add --max-gap, or leave it out")
     if max_gap is not None and not infill:
         raise ConfigError("prompts are completed, and have no gaps", where="--max-gap", remedy="Add --infill, or leave it out")
     if max_gap is not None:

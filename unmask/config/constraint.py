@@ -45,7 +45,7 @@ with warnings.catch_warnings():
             if len(given) != 1:
                 what = f"{' and '.join(given)} contradict one another" if given else "says nothing that text could match"
                 raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema, json and grammar")
-            if self.grammar is None and not self.json and "depth" in self.model_fields_set:
+            if self.grammar is None and not self.json and self.depth != type(self).model_fields["depth"].default:
                 raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
             try:
                 self.model_dump_json()

@@ -42,7 +42,8 @@ class ReviseConfig(Config):
     """Schedule loop: the fraction of a block's tokens that is visible between the first and the last part."""
 
     def model_post_init(self, _: object) -> None:
-        loop = sorted({"t_on", "t_off", "alpha_on"} & self.model_fields_set)
+        fields = type(self).model_fields
+        loop = [name for name in ("alpha_on", "t_off", "t_on") if getattr(self, name) != fields[name].default]
         if loop and self.schedule != "loop":
             raise ConfigError(f"has no effect with schedule {self.schedule!r}", where=loop[0], remedy="Use schedule 'loop'")
         if self.t_off >= self.t_on:

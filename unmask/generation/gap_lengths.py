@@ -36,7 +36,7 @@ from unmask.diffusion.views import Views
 from unmask.errors import GenerationError
 from unmask.generation.constraints.gaps import fitting_lengths
 from unmask.generation.output import FoundGap
-from unmask.generation.requests import check_ids
+from unmask.generation.requests import check_ids, check_settings
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -69,6 +69,7 @@ def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, m
         raise GenerationError(what, where="length", remedy=remedy)
     if max_gap < 1:
         raise GenerationError(f"{max_gap} tokens", where="max_gap", remedy="Use 1 or more")
+    check_settings(lm, config)
     parted = _all_segments(lm, texts, gap_mark)
     for index, segments in enumerate(parted):
         _check(lm, segments, max_gap, f"text {index}")
@@ -165,8 +166,8 @@ def _all_segments(lm: DiffusionLM, texts: Sequence[Any], mark: str) -> list[list
     """The ids between the gaps of each text."""
     if isinstance(texts, (str, bytes)):
         raise GenerationError("texts is one string", where="texts", remedy="Give a list of texts")
-    if not mark or mark == lm.tokenizer.mask_token:
-        what = "it is the mask token, which stands for one token" if mark else "it is empty"
+    if mark in lm.tokenizer.mask_token:
+        what = "it is in the mask token, which stands for one token" if mark else "it is empty"
         raise GenerationError(what, where="gap_mark", remedy="Use a text that occurs only where a gap is")
     return [_segments(lm, text, mark, f"text {index}") for index, text in enumerate(texts)]
 

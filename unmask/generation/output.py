@@ -22,7 +22,7 @@ class Trace:
         log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where none was revealed.
         sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
         entropies: of the model's distribution there, in nats; only with `config.trace`.
-        forward_passes: passes over the sequence.
+        forward_passes: passes over the sequence; with a verifier, its passes.
         num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and those that were kept.
     """
 

@@ -85,9 +85,7 @@ def _decide(
     logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None, given: Given | None
 ) -> Decision:
     weight_NV, total_N, normaliser_N = _normalised(logits_NV)
-    if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
-        remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
-        raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
+    refuse_nan(normaliser_N)  # one NaN makes its whole row NaN
     sampled_N = None
     if given is None or given.believed_NV is None:
         entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N, normaliser_N, config)
@@ -133,6 +131,13 @@ def _decide(
 def normaliser(logits_NV: Tensor) -> Tensor:
     """The log of the sum of the exponentials of each row."""
     return _normalised(logits_NV)[2]
+
+
+def refuse_nan(value_N: Tensor) -> None:
+    """Raise GenerationError for predictions that are NaN."""
+    if value_N.isnan().any():
+        remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
+        raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
 
 
 def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
-from unmask.generation.revise import loop_counts, plan_revisions
+from unmask.generation.revise import even_counts, loop_counts, plan_revisions
 from unmask.models.diffusion_lm import DiffusionLM
 
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
@@ -122,8 +122,9 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
-    if config.revise is not None and attention_block == 1:
-        raise GenerationError("blocks of one token have no visible token to hide", where="revise", remedy="Leave it out for this model")
+    if config.revise is not None and 1 in (attention_block, config.block_size, config.sub_block_size):
+        remedy = "Leave it out, or use larger blocks"
+        raise GenerationError("blocks of one token have no visible token to hide", where="revise", remedy=remedy)
     if config.revise is not None and config.revise.by == "quality" and lm.quality_head is None:
         remedy = "Train one with `unmask sft --recipe quality-head`, or revise by probability"
         raise GenerationError("the model has no quality head", where="revise.by", remedy=remedy)
@@ -186,7 +187,8 @@ def _in_loop(config: SamplerConfig) -> bool:
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
-    """Tokens to reveal at each step of each block: at least one step per block, and one token per step. `sizes`: hidden tokens of each
+    """Tokens to reveal at each step of each block: at least one step per block, and one token per step (none in some, with
+    `revise` and its schedule loop). `sizes`: hidden tokens of each
     block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
     if config.parallel:
         return None
@@ -200,8 +202,7 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
                 counts.append(loop_counts(size, steps, config.revise))
                 continue
             case "even":
-                steps = min(size, steps)
-                reveals = [size // steps + (i < size % steps) for i in range(steps)]
+                reveals = even_counts(size, min(size, steps))
             case "dream":
                 reveals = _dream_counts(size, steps)
             case "ancestral":

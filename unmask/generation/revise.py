@@ -41,9 +41,9 @@ def loop_counts(size: int, steps: int, revise: ReviseConfig) -> list[int]:
     last = max(1, round(steps * revise.t_off))
     first = max(1, round(steps * (1 - revise.t_on)))
     if size < 2 or first + last > steps:
-        return _even(size, min(size, steps))
+        return even_counts(size, min(size, steps))
     early = min(size - 1, max(1, round(revise.alpha_on * size)))
-    head, tail = _even(early, min(early, first)), _even(size - early, min(size - early, last))
+    head, tail = even_counts(early, min(early, first)), even_counts(size - early, min(size - early, last))
     return [*head, *[0] * (steps - len(head) - len(tail)), *tail]
 
 
@@ -78,5 +78,6 @@ def _expected(visible: int, left: int, revise: ReviseConfig) -> float:
             return min(revise.eta * visible, left)
 
 
-def _even(size: int, steps: int) -> list[int]:
+def even_counts(size: int, steps: int) -> list[int]:
+    """As even shares as possible, the larger ones first."""
     return [size // steps + (i < size % steps) for i in range(steps)]

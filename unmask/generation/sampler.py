@@ -13,7 +13,7 @@ from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.output import Generation, make_generation
-from unmask.generation.requests import Request, make_infill_requests, make_requests
+from unmask.generation.requests import Request, checked_keys, make_infill_requests, make_requests
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -83,6 +83,8 @@ def infill(
         return complete(lm, make_infill_requests(lm, texts, config, keys), config)
     if length != "auto":
         raise GenerationError(f"{length!r}", where="length", remedy="Use 'auto', or None and a mask token for every missing token")
+    if keys is not None:
+        checked_keys(texts, keys)
     found = find_lengths(lm, texts, config, max_gap, gap_mark)
     generation = complete(lm, make_infill_requests(lm, [text.ids for text in found], config, keys), config)
     return replace(generation, gaps=[text.gaps for text in found])

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
-from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, weights
+from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, refuse_nan, weights
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
-MOST_DRAFTS = 7  # unless `drafts` says otherwise: a pass has about (drafts + 1)^2 queries
+MOST_DRAFTS = 7  # unless `drafts` says otherwise: a pass has about (drafts + 1)(drafts + 2) queries
 
 
 def num_drafts(lm: DiffusionLM, config: SamplerConfig) -> int:
@@ -29,7 +29,9 @@ def num_drafts(lm: DiffusionLM, config: SamplerConfig) -> int:
 
 
 def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None) -> Tensor:
-    """The distribution [N, V] that tokens are drawn from: after penalty, bans, temperature and filters; at temperature 0 one-hot."""
+    """The distribution [N, V] that tokens are drawn from: after penalty, bans, temperature and filters; at temperature 0 one-hot.
+    Raises GenerationError for NaN."""
+    refuse_nan(logits_NV.amax(-1))
     logits_NV = penalise_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0:
         return F.one_hot(best(logits_NV), logits_NV.shape[1]).to(logits_NV.dtype)

@@ -40,18 +40,18 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     folder = pathlib.Path(path)
     if layout not in (STOCK_FORMAT, *FAMILIES):
         raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}")
-    with _without_quality_head(lm):
-        _export_stock(lm, folder) if layout == STOCK_FORMAT else _export_released(lm, folder, layout)
-    save_tokenizer(lm.tokenizer, folder)
-    write_card(lm, folder)
+    with _without_quality_head(lm) as bare:
+        _export_stock(bare, folder) if layout == STOCK_FORMAT else _export_released(bare, folder, layout)
+        save_tokenizer(bare.tokenizer, folder)
+        write_card(bare, folder)
 
 
 @contextlib.contextmanager
-def _without_quality_head(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, the model lacks its quality head, which no engine reads."""
+def _without_quality_head(lm: DiffusionLM) -> Iterator[DiffusionLM]:
+    """The same model; inside, it lacks its quality head, which no engine reads."""
     head = lm.model._modules.pop(QUALITY_HEAD, None)
     try:
-        yield
+        yield lm.bind(lm.model)
     finally:
         if head is not None:
             setattr(lm.model, QUALITY_HEAD, head)

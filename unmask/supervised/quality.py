@@ -53,10 +53,11 @@ def with_quality_head(lm: DiffusionLM, args: Any, *, adapters: bool) -> Diffusio
     """
     if lm.attention == "causal":
         raise ModelError("a causal model never revises a token", where="quality_head", remedy="Convert it first (`unmask convert`)")
-    for name, on in {"lora": adapters, "several processes": args.world_size > 1, "fsdp": args.fsdp, "deepspeed": args.deepspeed}.items():
-        if on:
-            what = f"is not trained with {name}: it is no part of the model's forward pass"
-            raise ConfigError(what, where="quality_head", remedy="Train it in one process, without adapters")
+    if adapters:
+        raise ConfigError("is not trained with lora, which trains nothing else", where="quality_head", remedy="Train without adapters")
+    if args.world_size > 1 or args.fsdp or args.deepspeed:
+        what = "is not trained by several processes: it is no part of the model's forward pass"
+        raise ConfigError(what, where="quality_head", remedy="Train it in one process, without fsdp and deepspeed")
     lm = lm.bind(lm.model)
     lm.quality_head = add_quality_head(lm.model)
     return lm

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
 from unmask.config.constraint import ConstraintConfig
+from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.constraints import bounded_process, compiled
 from unmask.generation.constraints.compiled import compile_constraint, escape, regex_of
@@ -180,6 +181,19 @@ def test_a_constraint_is_one_setting(given, where):
     with pytest.raises(ConfigError) as error:
         ConstraintConfig(**given)
     assert error.value.where == where
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"constraint": each} for each in ({"regex": "a"}, {"choice": ["a"]}, {"json": True, "depth": 3}, {"grammar": 'start: "a"'})),
+        *({"revise": each} for each in ({}, {"eta": 0.5}, {"schedule": "loop", "t_on": 0.6})),
+    ],
+)
+def test_settings_survive_their_own_record(given):
+    """As a request to a server, or a run's config.yaml, holds them: with all defaults."""
+    config = SamplerConfig(**given)
+    assert SamplerConfig(**config.model_dump()) == SamplerConfig.model_validate_json(config.model_dump_json()) == config
 
 
 def test_a_pattern_whose_automaton_is_too_large_is_refused_in_time(monkeypatch):

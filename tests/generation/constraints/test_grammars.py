@@ -127,6 +127,7 @@ def test_lark_reads_strings_of_its_own_grammar():
         ('begin: "a"', "", "start"),
         ("start: WORD\nWORD: /a(?=b)/", ".WORD", "look-around"),
         ('start: "(" start ")"', "", "no text of it"),
+        ("start: SIGN\nSIGN: /[+--]/", ".SIGN", "has -- in a class"),
         ("", "", "start"),
         ("start:", "", "no text but the empty one"),
         ("start: start", "", "no text but the empty one"),

@@ -120,13 +120,15 @@ def _read(text: str, where: str) -> tuple[Productions, dict[str, str], list[str]
 
 
 def _rust(pattern: str, where: str) -> str:
-    """A pattern of Python's, which Lark's are, in Rust's syntax. Raises GenerationError for possessive repetition."""
+    """A pattern of Python's, which Lark's are, in Rust's syntax. Raises GenerationError for what has another meaning there."""
 
     def written(found: re.Match[str]) -> str:
         if found[0][0] == "\\":
             return CLASSES.get(found[0], found[0])
         return "[" + re.sub(r"\\.|[\[&~# ]", lambda one: written(one) if one[0][0] == "\\" else f"\\{one[0]}", found[0][1:], flags=re.S)
 
+    if any("--" in part for part in re.findall(PARTS, pattern, flags=re.S)):
+        raise GenerationError("has -- in a class, which Rust reads as a difference", where=where, remedy=r"Write \- for a hyphen")
     if re.search(r"[*+?}]\+", re.sub(PARTS, "x", pattern, flags=re.S)):
         raise GenerationError("has a possessive repetition", where=where, remedy="Leave out the second + of a++")
     return re.sub(PARTS, written, pattern, flags=re.S)

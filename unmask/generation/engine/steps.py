@@ -84,16 +84,16 @@ class SequenceState:
 def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
     """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to the slots."""
     device = predictions.member_N.device
-    at = more_B = None
+    hide_at = more_B = None
     if any(sequence.num_revised for sequence in sequences):
-        predictions, at, more_B = _revise(slots, sequences, predictions)
+        predictions, hide_at, more_B = _revise(slots, sequences, predictions)
     decision = decide_all(slots, sequences, predictions)
     index_J, _ = choose(sequences, predictions, decision, more_B=more_B)
     again = [sequence.num_remasked for sequence in sequences]
     if any(again):
         _remask(slots, sequences, again)
-    if at is not None:
-        _hide(slots, at)
+    if hide_at is not None:
+        _hide(slots, hide_at)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
     member_J = predictions.member_N[index_J]
     at = (slot_B[member_J], predictions.position_N[index_J])
