@@ -118,7 +118,7 @@ def configs(draw, attention: str, block_size: int | None):
     policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
     schedule, remask = draw(st.sampled_from(["even", "even", "dream", "ancestral"])), draw(st.sampled_from([0.0, 0.0, 0.3, 0.6]))
     revise = None
-    if not remask and attention != "causal" and block_size != 1:
+    if not remask and attention != "causal" and 1 not in (block_size, shared["block_size"], shared["sub_block_size"]):
         revise = draw(st.none() | revisions(["cap", "rescale", "conf", *["loop"] * (schedule == "even")]))
     return SamplerConfig(
         **{rule: draw(st.none() | st.integers(1, size))},
