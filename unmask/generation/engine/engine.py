@@ -25,7 +25,7 @@ from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
-from unmask.generation.speculation import num_drafts
+from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -89,10 +89,10 @@ class Engine:
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
-        if config.self_speculative:  # masks after each number of drafts
-            columns = request.length + (num_drafts(self.lm, config) + 1) ** 2
+        if config.self_speculative:
+            columns = request.length + num_columns(self.lm, config)
         sequence = SequenceState(self._tickets, request, config, columns)
-        sequence.speculation = begin(self.lm, request) if config.self_speculative else None
+        sequence.speculation = begin(self.lm, request, config) if config.self_speculative else None
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
             what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
