@@ -28,9 +28,9 @@ def draws(
     target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int = 1, count: int = 100_000
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens of many keys, the rank of the candidate that each is, and the candidates."""
-    config, key_N = SamplerConfig(mode=MODE, temperature=1.0, candidates=candidates), torch.arange(count)
+    config, key_N = SamplerConfig(mode=MODE, temperature=1.0), torch.arange(count)
     position_N = torch.full_like(key_N, 3)
-    draft_NK, drafted_NKV = speculation.draw_drafts(drafted_V.log().expand(count, -1), config, key_N, position_N)
+    draft_NK, drafted_NKV = speculation.draw_drafts(drafted_V.log().expand(count, -1), candidates, config, key_N, position_N)
     offered = [(key_N, draft_NK[:, rank], drafted_NKV[:, rank]) for rank in range(candidates)]
     decision, rank_N = speculation.verify(target_V.log().expand(count, -1), offered, config, key_N, position_N)
     return decision.token_N, rank_N, draft_NK
@@ -78,24 +78,26 @@ def test_a_draft_of_the_same_distribution_is_always_kept():
 def test_candidates_differ_and_are_in_order_at_temperature_0():
     logits_NV = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
     one = torch.tensor([7])
-    draft_NK, drafted_NKV = speculation.draw_drafts(logits_NV, SamplerConfig(mode=MODE, candidates=3), one, one)
+    draft_NK, drafted_NKV = speculation.draw_drafts(logits_NV, 3, SamplerConfig(mode=MODE), one, one)
     assert draft_NK.tolist() == [[1, 3, 2]] and drafted_NKV.argmax(-1).equal(draft_NK) and (drafted_NKV.sum(-1) == 1).all()
     same_N = torch.arange(500)
-    draft_NK, _ = speculation.draw_drafts(
-        logits_NV.expand(500, -1), SamplerConfig(mode=MODE, candidates=4, temperature=1.0), same_N, same_N
-    )
+    draft_NK, _ = speculation.draw_drafts(logits_NV.expand(500, -1), 4, SamplerConfig(mode=MODE, temperature=1.0), same_N, same_N)
     assert (draft_NK.sort(1).values == torch.arange(4)).all()
 
 
-@pytest.mark.parametrize("drafts, candidates", [(1, 1), (5, 1), (1, 6), (2, 2), (3, 8), (7, 3)])
+@pytest.mark.parametrize("drafts, candidates", [(1, 1), (5, 1), (1, 6), (2, 2), (3, 8), (6, 3)])
 def test_a_tree_has_the_likeliest_nodes(drafts, candidates):
     """Against all paths; with one candidate it is a chain."""
     tree = speculation.draft_tree(drafts, candidates)
     paths = [[node for node in range(len(row)) if row[node]] for row in tree.path_JJ.tolist()]
     assert len(paths) == 1 + drafts * candidates
     ranks = [tuple(int(tree.rank_J[node]) + 1 for node in path) for path in paths]
-    assert len(set(ranks)) == len(ranks) and list(map(len, ranks)) == sorted(map(len, ranks)) == tree.depth_J.tolist()
-    every = (path for depth in range(drafts + 1) for path in itertools.product(range(1, candidates + 1), repeat=depth))
+    assert (
+        len(set(ranks)) == len(ranks)
+        and tree.width <= 2 * candidates - 1
+        and list(map(len, ranks)) == sorted(map(len, ranks)) == tree.depth_J.tolist()
+    )
+    every = (path for depth in range(drafts + 1) for path in itertools.product(range(1, 2 * candidates), repeat=depth))
     costs = sorted(math.prod(3 * rank for rank in path) for path in every)
     assert sorted(math.prod(3 * rank for rank in path) for path in ranks) == costs[: len(ranks)]
     for parent, nodes in enumerate(tree.children):

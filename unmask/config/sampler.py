@@ -106,8 +106,8 @@ class SamplerConfig(Config):
     """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not change. Faster if memory bandwidth
     is the limit (few sequences, small blocks). Mode self-speculative: tokens drafted ahead; 0: the attention block less one, at most 7."""
     candidates: int = Field(default=1, ge=1, le=32)
-    """Mode self-speculative: the most candidates of a drafted token. A pass verifies the likeliest drafts * candidates nodes of the tree
-    that they make, and reveals more tokens; with one candidate a chain."""
+    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies drafts * candidates of them, as a tree that has
+    more of the likelier paths; with 1 it is a chain. More candidates take fewer and wider passes. The distribution does not change."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)

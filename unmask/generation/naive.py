@@ -20,7 +20,7 @@ from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
 from unmask.generation.revise import doubts, present_log_probs
-from unmask.generation.speculation import draft_inputs, draft_tree, draw_drafts, num_drafts, verify
+from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -129,7 +129,7 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
                 break
             node = tree.children[node][int(rank_1)]
         passes += 1
-        drafts = [] if ended else _drafts(lm, request, ids, config, seen=len(ids) - (verifier is None))
+        drafts = [] if ended else _drafts(lm, request, ids, tree, config, seen=len(ids) - (verifier is None))
     rest = request.length - len(ids)
 
     def record(field: str) -> list[float]:
@@ -143,7 +143,9 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
     return trace
 
 
-def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerConfig, seen: int) -> list[list[tuple[Tensor, Tensor]]]:
+def _drafts(
+    lm: DiffusionLM, request: Request, ids: list[int], tree: Tree, config: SamplerConfig, seen: int
+) -> list[list[tuple[Tensor, Tensor]]]:
     """Candidates of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
     because the engine drafts in the pass that verifies, before it is known which draft is refused."""
     count = min(num_drafts(lm, config), request.length - len(ids))
@@ -154,7 +156,7 @@ def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerCo
         logits_1V, present_1V = logits_TV[position - int(lm.logit_shift)][None], torch.zeros_like(logits_TV[:1], dtype=torch.bool)
         present_1V[:, ids] = True
         key_1, position_1 = (torch.tensor([number], device=lm.device) for number in (request.key, position))
-        draft_1K, drafted_1KV = draw_drafts(logits_1V, config, key_1, position_1, present_1V)
+        draft_1K, drafted_1KV = draw_drafts(logits_1V, tree.width, config, key_1, position_1, present_1V)
         drafts.append(list(zip(draft_1K.unbind(1), drafted_1KV.unbind(1), strict=True)))
     return drafts
 

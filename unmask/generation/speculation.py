@@ -39,6 +39,11 @@ class Tree(NamedTuple):
     path_JJ: Tensor  # the nodes that lead to each one, itself included, without node 0
     children: list[list[int]]  # of each node, by rank
 
+    @property
+    def width(self) -> int:
+        """The most candidates of a position."""
+        return int(self.rank_J.max()) + 1
+
     def num_drafts(self, depth: int) -> int:
         """The number of drafts of the first `depth` tokens."""
         return int((self.depth_J <= depth).sum()) - 1
@@ -65,13 +70,13 @@ def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
 @cache
 def draft_tree(drafts: int, candidates: int) -> Tree:
     """The `drafts * candidates` likeliest nodes, where the r-th candidate of a position is kept with a chance of 1 / (3r): about what was
-    measured (docs/results.md). With one candidate it is a chain."""
+    measured (docs/results.md). A position has at most 2 * candidates - 1, so that with one candidate the tree is a chain."""
     paths: list[tuple[int, ...]] = []
     heap: list[tuple[int, tuple[int, ...]]] = [(3, (1,))]
     while len(paths) < drafts * candidates:
         path = heapq.heappop(heap)[1]
         paths.append(path)
-        following = [(*path[:-1], path[-1] + 1)] * (path[-1] < candidates) + [(*path, 1)] * (len(path) < drafts)
+        following = [(*path[:-1], path[-1] + 1)] * (path[-1] < 2 * candidates - 1) + [(*path, 1)] * (len(path) < drafts)
         for other in following:
             heapq.heappush(heap, (prod(3 * number for number in other), other))
     paths = [(), *sorted(paths, key=lambda path: (len(path), path))]
@@ -100,10 +105,11 @@ def probabilities(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor |
 
 
 def draw_drafts(
-    logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
+    logits_NV: Tensor, count: int, config: SamplerConfig, key_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Different candidates [N, K] for each position, in the order in which they were drawn, and the distribution [N, K, V] of each."""
-    view_K = torch.arange(config.candidates, device=key_N.device)
+    """`count` different candidates [N, K] for each position, in the order in which they were drawn, and the distribution [N, K, V] of
+    each."""
+    view_K = torch.arange(count, device=key_N.device)
     uniform_NK = uniform(config.seed, key_N[:, None], position=position_N[:, None], stream=Stream.DRAFT, view=view_K)
     drafts, drafted = [], []
     for uniform_N in uniform_NK.unbind(1):

@@ -29,7 +29,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculation:
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
-    shape = (0, config.candidates, lm.config.vocab_size)
+    shape = (0, _tree(lm, config).width, lm.config.vocab_size)
     return Speculation(request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device))
 
 
@@ -54,7 +54,7 @@ def _state(sequence: SequenceState) -> Speculation:
 
 def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
     states = [_state(sequence) for sequence in sequences]
-    tree, width = _tree(lm, sequences), num_drafts(lm, sequences[0].config) + 1
+    tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
     entries = [
         SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, width)
         for each, state in zip(sequences, states, strict=True)
@@ -75,7 +75,7 @@ def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequence
         SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, 0)
         for each, state in zip(sequences, states, strict=True)
     ]
-    causal_BJV, _ = speculative_pass(verifier, slots, entries, _tree(lm, sequences), cache=slots.verifier_cache)
+    causal_BJV, _ = speculative_pass(verifier, slots, entries, _tree(lm, sequences[0].config), cache=slots.verifier_cache)
     _, finished = _reveal(lm, slots, sequences, causal_BJV, slots.verifier_cache)
     going_on = [sequence for sequence in sequences if sequence not in finished]
     if going_on:
@@ -89,8 +89,8 @@ def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequence
     return finished
 
 
-def _tree(lm: DiffusionLM, sequences: list[SequenceState]) -> Tree:
-    return draft_tree(num_drafts(lm, sequences[0].config), sequences[0].config.candidates)
+def _tree(lm: DiffusionLM, config: SamplerConfig) -> Tree:
+    return draft_tree(num_drafts(lm, config), config.candidates)
 
 
 def _reveal(
@@ -101,7 +101,7 @@ def _reveal(
     Args:
         cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
     """
-    tree, shape = _tree(lm, sequences), logits_BJV.shape[:2]
+    tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
     decision, rank_N = _verify(slots, sequences, logits_BJV, tree)
     last, finished, revealed, moved = [], [], [], []
     nodes = torch.stack([rank_N.view(shape), decision.token_N.view(shape)], 1).tolist()
@@ -142,7 +142,7 @@ def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tr
         earlier_BJV = tree.path_JJ[:count, :count].to(depth_J.device).float() @ F.one_hot(draft_BJ, vocabulary).float()
         present_NV = _present(slots, sequences, count, vocabulary) | (earlier_BJV > 0).flatten(0, 1)
     candidates = []
-    for rank in range(config.candidates):
+    for rank in range(tree.width):
         if pairs := tree.ranked(rank, count):
             parent_M, child_M = torch.tensor(pairs, device=depth_J.device).unbind(1)
             index_BM = torch.arange(size, device=depth_J.device)[:, None] * count + parent_M
@@ -153,12 +153,12 @@ def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tr
 
 def _draft(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
     """Draw the candidates of the next tokens, as far as the sequence goes."""
-    config, tree, (count, vocabulary) = sequences[0].config, _tree(lm, sequences), logits_BDV.shape[1:]
+    config, tree, (count, vocabulary) = sequences[0].config, _tree(lm, sequences[0].config), logits_BDV.shape[1:]
     key_N, position_N = _keys(sequences, torch.arange(count, device=logits_BDV.device))
     present_NV = _present(slots, sequences, count, vocabulary) if config.repetition_penalty != 1 else None
-    draft_NK, drafted_NKV = draw_drafts(logits_BDV.flatten(0, 1), config, key_N, position_N, present_NV)
-    index_G = ((tree.depth_J - 1) * config.candidates + tree.rank_J)[1:].to(draft_NK.device)
-    drafts = zip(sequences, draft_NK.view(-1, count * config.candidates)[:, index_G], drafted_NKV.unflatten(0, (-1, count)), strict=True)
+    draft_NK, drafted_NKV = draw_drafts(logits_BDV.flatten(0, 1), tree.width, config, key_N, position_N, present_NV)
+    index_G = ((tree.depth_J - 1) * tree.width + tree.rank_J)[1:].to(draft_NK.device)
+    drafts = zip(sequences, draft_NK.view(-1, count * tree.width)[:, index_G], drafted_NKV.unflatten(0, (-1, count)), strict=True)
     for sequence, draft_G, drafted_DKV in drafts:
         state = _state(sequence)
         rest = sequence.request.length - state.position
