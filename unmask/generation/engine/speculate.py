@@ -21,9 +21,13 @@ from unmask.generation.engine.speculative_forward import draft_pass, speculative
 from unmask.generation.engine.steps import SequenceState, Speculation
 from unmask.generation.output import end_of
 from unmask.generation.policies import Decision
+from unmask.generation.remote.verify import server_logits
+from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request
 from unmask.generation.speculation import Tree, draft_tree, draw_drafts, num_drafts, verify
 from unmask.models.diffusion_lm import DiffusionLM
+
+Verifier = DiffusionLM | RemoteLM
 
 
 def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculation:
@@ -34,10 +38,11 @@ def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculati
 
 
 def speculate(
-    lm: DiffusionLM, verifier: DiffusionLM | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
+    lm: DiffusionLM, verifier: Verifier | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
 ) -> list[SequenceState]:
     """One round of each sequence. Those of different settings or very different lengths have separate passes; with `alone`, all have.
-    Returns the finished ones. `verifier`: the causal model that verifies; None: the model itself."""
+    Returns the finished ones. `verifier`: the causal model that verifies, here or on a
+    server; None: the model itself."""
     finished: list[SequenceState] = []
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         alike = [sequence for sequence in sequences if sequence.config is config]
@@ -68,14 +73,19 @@ def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> lis
     return finished
 
 
-def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
+def _round_of_two(lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
     states, count = [_state(sequence) for sequence in sequences], num_drafts(lm, sequences[0].config)
     entries = [
         SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, 0)
         for each, state in zip(sequences, states, strict=True)
     ]
-    causal_BJV, _ = speculative_pass(verifier, slots, entries, _tree(lm, sequences[0].config), cache=slots.verifier_cache)
+    tree = _tree(lm, sequences[0].config)
+    if isinstance(verifier, DiffusionLM):
+        causal_BJV, _ = speculative_pass(verifier, slots, entries, tree, cache=slots.verifier_cache)
+    else:
+        ids_BT = [slots.ids_SC[entry.slot, : entry.base].tolist() for entry in entries]
+        causal_BJV = server_logits(verifier, lm, ids_BT, entries, tree, sequences[0].config)
     _, finished = _reveal(lm, slots, sequences, causal_BJV, slots.verifier_cache)
     going_on = [sequence for sequence in sequences if sequence not in finished]
     if going_on:
@@ -99,7 +109,7 @@ def _reveal(
     """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the finished sequences.
 
     Args:
-        cache: holds the keys of all drafts. Those that were kept move to the columns of their positions.
+        cache: holds the keys of all drafts. Those that were kept move to the columns of their positions. None: a server has them.
     """
     tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
     decision, rank_N = _verify(slots, sequences, logits_BJV, tree)
@@ -124,8 +134,7 @@ def _reveal(
         sequence.steps_done, sequence.num_forward_passes = sequence.steps_done + 1, sequence.num_forward_passes + 1
     member_N, node_N, slot_N, position_N, step_N = torch.tensor(revealed, device=rank_N.device).unbind(1)
     slots.write((slot_N, position_N), decision, member_N * shape[1] + node_N, step_N)
-    if moved:
-        assert cache is not None
+    if moved and cache is not None:  # a server keeps its own
         cache.move(*torch.tensor(moved, device=rank_N.device).unbind(1))
     return last, finished
 
