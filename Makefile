@@ -2,9 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-all check audit lock format clean
+.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -54,6 +55,13 @@ $(VLLM)/.installed: Makefile constraints.txt vllm.lock
 
 test-vllm: $(INSTALLED) $(VLLM)/.installed  ## against a real vLLM server (Python 3.11, x86-64)
 	UNMASK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
+
+# Of the Python that has torch for the GPU: the locks' environment may have that of a CPU.
+test-gpu:  ## what needs a GPU (GPU_PYTHON=, a Python that has torch and the extras train, rewards, constraints)
+	$(GPU_PYTHON) -m pytest -m gpu
+
+bench-gpu:  ## figures of one GPU: gpu.json and gpu.md
+	$(GPU_PYTHON) -m benchmarks.gpu
 
 test-all: test test-machines test-slow test-nightly test-vllm  ## every test
 

@@ -14,6 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ SETTINGS = {
     "save_strategy": "no",
     "logging_strategy": "no",
     "disable_tqdm": True,
-    "use_cpu": True,
+    "use_cpu": not torch.cuda.is_available(),
 }
 
 
@@ -80,6 +81,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=max(1, 2 // WORLD))
+    parser.add_argument("--save", help="a folder for the models: RECIPE-STEPS")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     texts = load_rows(options.stories)["text"]
@@ -96,6 +98,8 @@ def main() -> None:
         for steps in options.steps:
             lm, seconds = train(options.model, recipe, learnt, steps, options.batch, options.rate)
             if RANK == 0:
+                if options.save:
+                    lm.save(Path(options.save) / f"{recipe}-{steps}")
                 bound = nats_per_token(lm, held_out)
                 now = nats_per_token(lm.as_causal(), held_out)
                 figures = f"at most {bound:.4f} nats per token, {bound / exact:.3f} x the causal model; read as causal {now / exact:.3f} x"

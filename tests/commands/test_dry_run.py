@@ -132,6 +132,7 @@ class Products(TrainerCallback):
         self.counter.__exit__(None, None, None)
 
 
+@pytest.mark.slow
 def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path, monkeypatch):
     scored: list[int] = []
     original = DPOTrainer.response_log_probs

@@ -258,6 +258,7 @@ def killed_and_resumed(model: str, folder: Path, kills: list[int], words: list[s
     assert not log.exists()
 
 
+@pytest.mark.slow
 def test_a_killed_evaluation_goes_on(model, tmp_path):
     killed_and_resumed(model, tmp_path, [8], [*DRAWN, "--rows", "60"])
 

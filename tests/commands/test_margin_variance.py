@@ -70,6 +70,7 @@ def test_independent_draws_are_independent(tmp_path):
     assert len(set(margin_RP[:, 0].tolist())) == 10
 
 
+@pytest.mark.slow
 def test_variances_fall_with_the_budget_and_with_better_plans(tmp_path):
     trainer = trainer_of(tmp_path, rows=[PREFERENCES[4]] * 150, per_device_train_batch_size=150)
     found, margin = variances(trainer, budgets=(1, 8), redraws=3)

@@ -482,7 +482,7 @@ def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeyp
     assert seen[True][10:] == [1.0] * 10 and set(seen[False]) == {1.0}
 
 
-@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("step", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_conversion_resumed_in_the_middle_of_annealing_is_the_same_bit_for_bit(step, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 1, "attention_annealing": 0.8}
     straight = converted(tmp_path, **run)

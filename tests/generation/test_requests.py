@@ -108,6 +108,7 @@ def test_the_schedule_of_dream_rounds_down(size, steps):
     assert counts == [count for count in [*expected, left] if count]
 
 
+@pytest.mark.slow
 def test_the_ancestral_schedule_reveals_tokens_independently():
     """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024), independently of other tokens."""
     steps, size, rounds = 4, 3, 4000

@@ -93,6 +93,7 @@ def test_the_least_probable_tokens_are_hidden_first():
     assert rank(ReviseConfig(below=0.91)).isfinite().all()
 
 
+@pytest.mark.slow
 def test_the_draw_is_in_proportion_to_the_exponential():
     """The first of a draw without replacement, as in ReMDM's conf: exp(-probability), here divided by a temperature."""
     count, revise = 4000, ReviseConfig(schedule="conf", temperature=0.5)
@@ -120,7 +121,7 @@ def test_a_token_that_context_contradicts_is_hidden_and_filled_in_again(monkeypa
     assert hidden == [min(visible, key=values.__getitem__)] != [min(visible, key=earlier.__getitem__)]
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("logit_shift", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "attention, block_size", [("bidirectional", None), ("block_causal", 3), pytest.param("block_causal", 4, marks=pytest.mark.slow)]
 )

@@ -59,6 +59,7 @@ def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(
     )
 
 
+@pytest.mark.slow
 def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: StepEstimator) -> None:
     estimate = three_billion.estimate(HardwareRecipe.read("rtx3090-24gb"))
     assert not estimate.fits and estimate.advice.startswith("the recipe bfloat16")
@@ -167,6 +168,7 @@ def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
     assert (estimate.limit, estimate.devices, estimate.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepEstimator) -> None:
     name = "a6000-48gb-a4500-20gb"
     apart, split = (three_billion.estimate(HardwareRecipe.read(name, device_map=how)) for how in (None, "balanced"))

@@ -68,7 +68,7 @@ def test_the_same_is_right(answer, reference):
         ("5 000", "0"), (r"6}$ the final answer is ${5", "5"), (r"6}$. Hence $\fbox{5", "5"), (r"5\text{ miles}", r"5\text{ cm}"), ("}5{", "5"),
         (r"6\text{ cm}^2", r"6\text{ cm}^3"), (r"5\text{garbage but 6}", "5"), (r"4210_{7}", r"4210_{5}"), ("4210", r"4210_{5}"), ("X", "x"),
         ("e", r"\text{(E)}"), (r"\{1,2\}", "(1,2)"), ("2, 2, 2", "2"), ("x/x", "1"), ("[1,2]", "(1,2)"), ("x=y", "x"), ("5:6", "5"),
-        ("44**35**19", "5"), ("10^{10^{10^{10}}}", "5"), ("\\int_0^{10^9} x^x dx", "5"), ("\\frac{1}{0}", "5"),
+        ("44**35**19", "5"), pytest.param("10^{10^{10^{10}}}", "5", marks=pytest.mark.slow), ("\\int_0^{10^9} x^x dx", "5"), ("\\frac{1}{0}", "5"),
     ],
 )  # fmt: skip
 def test_another_is_never_right(answer, reference):

@@ -507,6 +507,7 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
     assert min(line["groups_kept"] for line in plain.state.log_history[:3]) < 1
 
 
+@pytest.mark.slow
 def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
     """The reward depends only on the prompt: from a to h each an eighth more."""
 
@@ -642,6 +643,7 @@ def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops):
         attempt()
 
 
+@pytest.mark.slow
 def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
     """Also with a moving reference and a history of rewards: what was interrupted is done once."""
     shape = {"max_steps": 4, "beta": 0.5, "reference_sync_steps": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}

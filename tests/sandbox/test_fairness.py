@@ -84,7 +84,12 @@ def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, fl
 
 @pytest.mark.parametrize(
     ("program", "status"),
-    [(SLEEPS.format(seconds=1.5), "ok"), (SLEEPS.format(seconds=9), "timeout"), (CHILDREN, "timeout"), (HONEST, "ok")],
+    [
+        (SLEEPS.format(seconds=1.5), "ok"),
+        pytest.param(SLEEPS.format(seconds=9), "timeout", marks=pytest.mark.slow),
+        (CHILDREN, "timeout"),
+        (HONEST, "ok"),
+    ],
 )
 def test_processor_time_of_all_processes_decides(program, status):
     """Sleep is not counted, until its own limit or that on time in all."""
@@ -92,6 +97,7 @@ def test_processor_time_of_all_processes_decides(program, status):
     assert status_of(program, TESTS, limits)[0] == status
 
 
+@pytest.mark.slow
 def test_processor_time_of_children_that_nobody_waits_for_is_counted():
     require_sandbox()
     if "cgroups" in probe().missing:

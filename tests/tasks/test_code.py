@@ -264,6 +264,7 @@ def exercism(marked=True):
     return task, [row for row, passing in zip(read_task(task, path), passes, strict=True) if passing == marked]
 
 
+@pytest.mark.slow
 def test_an_ocaml_reference_passes_and_its_stub_does_not(ocaml):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")
@@ -297,7 +298,7 @@ def test_a_dataset_that_does_not_compile_blames_nobody(ocaml):
     assert {v.status for v in task.verify_all([r["completion"] for r in rows], rows)} <= {"infrastructure", "malformed"}
 
 
-@pytest.mark.parametrize("name", OCAML_HACKS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "runs for ever")) for name in OCAML_HACKS])
 def test_no_ocaml_hack_passes(ocaml, name):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")

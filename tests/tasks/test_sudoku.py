@@ -97,6 +97,7 @@ def test_ranges_are_checked(empty):
         Sudoku(min_empty=empty[0], max_empty=empty[1])
 
 
+@pytest.mark.slow
 def test_more_puzzles_than_there_are_is_an_error():
     with pytest.raises(ConfigError, match="Request fewer"):
         Sudoku(min_empty=1, max_empty=1).generate("test", 16 * sum(split_of(grid) == "test" for grid in GRIDS) + 1, seed=0)

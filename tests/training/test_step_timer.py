@@ -159,6 +159,7 @@ def test_where_the_system_does_not_tell_there_is_no_memory(monkeypatch):
     assert phases.take().keys() == {f"time/{REST}"} and phases.performance_stats()["peak_memory_gb"] == {}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_memory_is_that_of_its_allocator_and_time_waits_for_it():
     phases = Phases(torch.device("cuda"), memory=True, synchronize=True)

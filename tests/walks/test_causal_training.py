@@ -62,6 +62,7 @@ def test_mixed_precision_is_chosen_where_it_pays_and_falls_back_elsewhere(corpus
         assert pretrain(corpus, "older", "training.max_steps=1", "training.fp16=true")
 
 
+@pytest.mark.slow
 def test_masks_are_kept_between_steps_and_can_be_forgotten(corpus):
     package.clear_mask_cache()
     pretrain(corpus, "run", "training.max_steps=4", "training.packing=false", "training.max_length=16")

@@ -63,6 +63,7 @@ def test_its_configuration_becomes_ours(project):
     assert new["training"].items() >= expected.items()
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_the_card_would_hold(project, stories):
     migrated()
     settings = [

@@ -75,7 +75,7 @@ def predictions(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden states [U, D]."""
     log_probs, tokens = [], []
-    rows_per_pass = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
+    rows_per_pass = max(1, head.logits_at_once(ids_BT.device) // (ids_BT.shape[1] * teacher.config.vocab_size))
     with teacher.capturing() as hidden_states:
         for first in range(0, len(ids_BT), rows_per_pass):
             chunk = slice(first, first + rows_per_pass)

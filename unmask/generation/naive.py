@@ -187,7 +187,7 @@ def _decide_given(
     positions = [position for position in range(*block) if hidden[position]]
     position_N = torch.tensor(positions, device=lm.device)
     key_N, step_N = torch.full_like(position_N, request.key), torch.full_like(position_N, step)
-    windows = windows_of(request.gaps, block, ids, hidden)
+    windows = windows_of(request.gaps, block, ids, hidden, lm.device)
     present_NV = present_1V.expand(len(positions), -1)
     decision = decide_given(logits_TV[position_N], config, key_N, step_N, position_N, present_NV, windows)
     parts = {name: values_N for name, values_N in decision._asdict().items() if values_N is not None}

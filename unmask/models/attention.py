@@ -245,7 +245,7 @@ def unmask_attention(
     groups = query_BHQD.shape[1] // key_BHKD.shape[1] if groups is None else groups
     if mask.documents is not None and flash.usable(query_BHQD) and dropout == 0 and softcap is None:
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
-    if flex.usable(query_BHQD) and dropout == 0:
+    if flex.usable(query_BHQD) and dropout == 0 and not (mask.full and softcap is None):  # without a mask SDPA has faster kernels
         out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
     elif softcap is None:
         out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)

@@ -313,7 +313,7 @@ class DiffusionLM:
         """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row). Many
         logits are computed in chunks of rows, so that memory does not grow with the vocabulary."""
         assert inputs.index_N is not None
-        if len(target_N) * self.config.vocab_size <= head.LOGITS_AT_ONCE:
+        if len(target_N) * self.config.vocab_size <= head.logits_at_once(target_N.device):
             return token_log_probs(self.forward(inputs), target_N, temperature)
         with self._passing(inputs, target_N, temperature) as rows:
             first_V = self._run(inputs)[0, 0]

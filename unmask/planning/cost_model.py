@@ -94,6 +94,7 @@ class Workload:
     reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
     documents: int = 1  # equal parts of a sequence that do not see one another
     passes: int = 1  # forward and backward passes of a step, whose gradients add up
+    logits_at_once: int = LOGITS_AT_ONCE  # that a loss holds
     forward_only_passes: int = 0  # those of a step without a backward pass, each as large as one of `passes`
 
     def describe(self) -> str:
@@ -156,7 +157,7 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
     table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
-    chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
+    chunk = 4 * min(work.predicted * network.vocabulary, work.logits_at_once)
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     gathered = 0.0
     if work.shards > 1:  # the weights of the current layer and the next one
@@ -219,7 +220,7 @@ def _activations(network: Network, work: Workload) -> tuple[float, float]:
 
 def matmul_flops(network: Network, work: Workload) -> float:
     """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with checkpointing, 2 fewer if frozen."""
-    chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
+    chunked = work.predicted * network.vocabulary > work.logits_at_once
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
     weights = network.multiplied_weights

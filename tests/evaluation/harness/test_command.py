@@ -104,6 +104,7 @@ def test_the_bits_depend_on_neither_batch_size_nor_order(folder):
     assert sorted(turned, key=lambda scores: scores.task) == sorted(expected, key=lambda scores: scores.task)
 
 
+@pytest.mark.slow
 def test_a_stopped_evaluation_goes_on(folder, monkeypatch):
     expected = finished(folder, *ALL)
     calls, estimate = [], HarnessLM._estimate

@@ -97,6 +97,7 @@ SCHEMAS = [
     {"anyOf": [{"const": "é"}, {"$ref": "#/$defs/n"}], "$defs": {"n": {"type": ["integer", "null"]}}},
     {"type": "string", "pattern": r"^[^b]\d.\w|a$"},
     {"type": "string", "format": "date"},
+    {"properties": {"a": {"minLength": 1, "maxLength": 2.0}}, "required": ["a"]},
 ]
 
 
@@ -109,6 +110,8 @@ def test_all_that_is_accepted_is_json(schema):
     assert len({json.dumps(one) for one in found}) > 1
     if schema == SCHEMAS[0]:
         assert all(one.keys() <= {"a", "b"} and one["b"] in ("x", 1, None) for one in found)
+    if schema == SCHEMAS[-1]:
+        assert all(1 <= len(one["a"]) <= 2 for one in found)
     if schema == SCHEMAS[5]:
         assert all(re.fullmatch(r"[^b]\d.\w|a", one) for one in found)
 

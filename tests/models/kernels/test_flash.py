@@ -68,6 +68,7 @@ def test_attention_within_documents_is_that_under_the_mask(rows, pattern, option
     assert kernel == [sum(token > 0 for row in ROWS[rows] for token in row)]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("pattern", ["causal", "bidirectional"])
 @pytest.mark.parametrize("rows", ROWS)

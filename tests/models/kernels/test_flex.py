@@ -73,6 +73,7 @@ def test_attention_is_the_same(pattern, block_size, window, options, monkeypatch
     compare(pattern, block_size, window, layout("packed", int(pattern != "causal")), monkeypatch, **options)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: for a CPU torch 2.13 writes C++ that does not compile")
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.1, "softcap": 1.5}])
 @pytest.mark.parametrize(("pattern", "block_size", "window"), PATTERNS)

@@ -60,7 +60,7 @@ MOMENTS = {
     [
         *[(moment, signal.SIGTERM, 75) for moment in MOMENTS],
         ("amid a step", signal.SIGUSR1, 75),
-        ("amid a rollout", signal.SIGINT, 130),
+        pytest.param("amid a rollout", signal.SIGINT, 130, marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, code, model, text, tmp_path, interrupt, monkeypatch):

@@ -123,8 +123,10 @@ def decide_given(
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 
-def windows_of(gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], hidden: Sequence[bool]) -> list[Window]:
-    """The windows of the gaps in a block. Their rows are those of the block's hidden positions, in order."""
+def windows_of(
+    gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], hidden: Sequence[bool], device: torch.device
+) -> list[Window]:
+    """The windows of the gaps in a block. Their rows, on the device of the logits, are those of the block's hidden positions, in order."""
     start, stop = block
     row = {position: number for number, position in enumerate(position for position in range(start, stop) if hidden[position])}
     windows = []
@@ -136,7 +138,8 @@ def windows_of(gaps: Sequence[Gap], block: tuple[int, int], ids: Sequence[int], 
         end = min(gap.stop, stop)
         tokens = [None if hidden[position] else ids[position] for position in range(inside[0], end)]
         end_S = gap.automaton.completable(gap.stop - end, gap.live_C)
-        windows.append(Window(gap.automaton, state, end_S, tokens, torch.tensor([row[position] for position in inside])))
+        row_N = torch.tensor([row[position] for position in inside], device=device)
+        windows.append(Window(gap.automaton, state, end_S, tokens, row_N))
     return windows
 
 

@@ -45,7 +45,7 @@ class Reader:
         for name in (name for name in ALONE if name in used):
             only(used, {name, "type"} if name in ("const", "enum") else {name}, where)
             return self._read_alone(schema, name, where, within)
-        types = schema.get("type")
+        types = schema.get("type", self._implied(used))
         if types is None:
             what = f"{sorted(used)[0]} without a type cannot be enforced" if used else "allows everything"
             refuse(what, where, "Set type, enum, const, anyOf or $ref")
@@ -64,6 +64,11 @@ class Reader:
             case "object":
                 return self._read_object(schema, where, within)
         return {"type": types}
+
+    @staticmethod
+    def _implied(used: set[str]) -> str | None:
+        """The type that all these keywords belong to. JSON Schema would also allow other types, which no keyword then restricts."""
+        return next((name for name, keywords in BY_TYPE.items() if used and used <= keywords), None)
 
     def _read_alone(self, schema: dict[str, Any], name: str, where: str, within: tuple[str, ...]) -> dict[str, Any]:
         value = schema[name]
@@ -167,11 +172,11 @@ def is_of_type(value: Any, types: Any) -> bool:
 
 
 def bounds(schema: dict[str, Any], low: str, high: str, where: str) -> tuple[dict[str, int], dict[str, int]]:
-    """The lower and the upper bound of a count, each as an object that is empty without one."""
-    for name in (low, high):
-        value = schema.get(name, 0)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+    """The lower and the upper bound of a count, each as an object that is empty without one. A whole number may be written as 2.0."""
+    counts = {name: schema[name] for name in (low, high) if name in schema}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value % 1 != 0:
             refuse(f"{json.dumps(value)} is not a count", f"{where}.{name}", "Give a whole number from 0 on")
-    if high in schema and schema.get(low, 0) > schema[high]:
+    if high in counts and counts.get(low, 0) > counts[high]:
         refuse(f"{schema[low]} exceeds {high}", f"{where}.{low}", "Change one of them")
-    return tuple({name: schema[name]} if name in schema else {} for name in (low, high))  # type: ignore[return-value]
+    return tuple({name: int(counts[name])} if name in counts else {} for name in (low, high))  # type: ignore[return-value]

@@ -132,7 +132,7 @@ def _decide_given(
     index_J = (predictions.member_N == member).nonzero().squeeze(1)
     slot, length, config = sequence.slots[0], sequence.request.length, sequence.config
     ids, hidden = slots.ids_SC[slot, :length].tolist(), slots.hidden_SC[slot, :length].tolist()
-    windows = windows_of(sequence.request.gaps, sequence.span, ids, hidden)
+    windows = windows_of(sequence.request.gaps, sequence.span, ids, hidden, index_J.device)
     logits_JV = predictions.logits_NV[index_J]
     slot_J = torch.full_like(index_J, slot)
     present_JV = slots.present(slot_J, logits_JV.shape[1]) if config.repetition_penalty != 1 else None

@@ -17,7 +17,14 @@ from unmask.errors import ModelError
 from unmask.models.hooks.last_layer import hook_owner
 
 LOGITS_AT_ONCE = 2**24
-"""Logits that a loss holds at once. More rows are divided into chunks, whose logits are recomputed for the gradient."""
+"""Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed for the gradient."""
+GPU_LOGITS_AT_ONCE = 2**27
+"""The same on a GPU, where smaller chunks do not fill it, and each reads and casts the whole head: 0.5 GB in float32."""
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Logits that a loss holds at once on this device."""
+    return LOGITS_AT_ONCE if device.type == "cpu" else GPU_LOGITS_AT_ONCE
 
 
 class RowSelector:
@@ -95,7 +102,7 @@ class RowSelector:
             return
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
-        rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
+        rows = max(1, logits_at_once(out.device) // out.shape[-1])
         chunks = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
         settings = (self.forbidden, self.temperature)
         self.log_prob_N = torch.cat([checkpoint(self._chunk_log_probs, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])

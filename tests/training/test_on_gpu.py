@@ -1,0 +1,116 @@
+"""On a GPU: every verb and method learns as on a CPU, resumes bit for bit, and the switches that need a GPU take effect."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.tiny_runs import TEXTS, equal, low_ids, make, moved, settings, tiny, weights, wide
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.rl.methods import METHODS
+from unmask.training.run_log import LOG_NAME
+from unmask.training.trainer import DiffusionTrainer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+VERBS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {}, "dpo": {}, "kto": {}, "convert": {}}
+for NAME, METHOD in METHODS.items():
+    VERBS[f"grpo: {NAME}"] = {"method": NAME, "reward": low_ids, "epsilon": getattr(METHOD, "epsilon", None)}
+needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)")
+
+
+def trainer(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
+    """Of four rows a step; float32 unless asked otherwise."""
+    more = VERBS[verb] | {"learning_rate": 1e-3, "bf16": False} | more
+    if verb == "convert":
+        stages = [{"attention": "block_causal", "block_size": 4, "share": 1}, {"attention": "bidirectional", "share": 1}]
+        return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_length=32, stages=stages) | more), TEXTS)
+    return make(verb.split(":")[0], folder, lm, **more)
+
+
+def losses(folder: Path) -> list[float]:
+    rows = map(json.loads, (folder / LOG_NAME).read_text().splitlines())
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_it_learns_as_on_a_cpu(verb, tmp_path):
+    runs = []
+    for device in ("cpu", "cuda"):
+        made = trainer(verb, tmp_path / device, use_cpu=device == "cpu", max_steps=3)
+        made.train()
+        assert made.lm.device.type == device
+        runs.append((losses(tmp_path / device), {name: weight.cpu() for name, weight in weights(made.lm).items()}))
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3, abs=1e-5) and len(runs[0][0]) == 3
+    for name, weight in runs[0][1].items():  # Adam's first steps have the size of the rate, whatever the gradient: rounding can turn a few
+        close = torch.isclose(runs[1][1][name], weight, rtol=0, atol=1e-4).float().mean()
+        assert close > 0.97, name
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "convert", "grpo: diffu-grpo", "grpo: cj-grpo"])
+def test_a_resumed_run_ends_as_the_whole_one(verb, tmp_path):
+    saving: dict[str, Any] = {"use_cpu": False, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole = trainer(verb, tmp_path, **saving)
+    whole.train()
+    expected = weights(whole.lm)
+    for later in tmp_path.glob("**/checkpoint-4"):
+        shutil.rmtree(later)
+    again = trainer(verb, tmp_path, **saving)
+    again.train(resume_from_checkpoint=True)
+    assert equal(weights(again.lm), expected)
+
+
+SWITCHES: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True},
+    "compiled": {"torch_compile": True},
+    "checkpointing": {"activation_checkpointing": True},
+    "offloaded optimizer": {"optimizer_offload": True},
+    "FlashAttention": {"flash_attention": True, "bf16": True},
+    "tf32": {"tf32": True},
+    "fused": {"optim": "adamw_torch_fused"},
+    "log_memory_usage": {"log_memory_usage": True},
+    "worker": {"dataloader_num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo: diffu-grpo"])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
+    runs = []
+    for name, more in {"plain": {}, "switch": SWITCHES[switch]}.items():
+        lm = moved(wide())
+        made = trainer(verb, tmp_path / name, lm, use_cpu=False, max_steps=3, **more)
+        made.train()
+        runs.append(losses(tmp_path / name))
+    tolerance = 0.05 if SWITCHES[switch].keys() & {"bf16", "fp16", "tf32"} else 1e-3
+    if verb != "grpo: diffu-grpo":  # other rounding samples other tokens
+        assert runs[1] == pytest.approx(runs[0], rel=tolerance, abs=tolerance)
+    assert len(runs[1]) == 3
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+def test_optimizers_of_bitsandbytes_train(optim, tmp_path):
+    lm = wide()
+    before = weights(lm)
+    trainer("sft", tmp_path, lm, use_cpu=False, optim=optim).train()
+    assert not equal({name: weight.cpu() for name, weight in weights(lm).items()}, before)
+
+
+@needs_torchao
+def test_bfloat16_weights_are_rounded_stochastically(tmp_path):
+    lm = wide()
+    lm.model.to(torch.bfloat16)
+    made = trainer("sft", tmp_path, lm, use_cpu=False, bf16=None, optim="adamw_torch_8bit", optim_args="bf16_stochastic_round=True")
+    made.train()
+    assert len(losses(tmp_path)) == 2
