@@ -59,10 +59,11 @@ def test_what_must_fit_gives_the_same_tokens(attention, block_size, chosen):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("verified", [False, True])
-def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified):
+@pytest.mark.parametrize(("verified", "candidates"), [(False, 1), (True, 1), (False, 3), (True, 3)])
+def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, candidates):
     lm = tiny("gpt2", "block_causal", 4, True, causal_context=True)
-    config = SamplerConfig(mode="self-speculative", max_new_tokens=8, temperature=temperature, stop_at_eos=False)
+    settings = {"max_new_tokens": 8, "temperature": temperature, "candidates": candidates, "stop_at_eos": False}
+    config = SamplerConfig(mode="self-speculative", **settings)
     with other_device.active():
         found = sampler.generate(there(lm), PROMPTS, config, verifier=there(tiny("gpt2")) if verified else None)
     assert found.tokens == sampler.generate(lm, PROMPTS, config, verifier=tiny("gpt2") if verified else None).tokens

@@ -24,14 +24,16 @@ MODE = "self-speculative"
 DISTRIBUTIONS = [([0.5, 0.2, 0.2, 0.1, 0.0], [0.1, 0.2, 0.6, 0.0, 0.1]), ([0.9, 0.1, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0])]
 
 
-def draws(target_V: torch.Tensor, drafted_V: torch.Tensor, count: int = 100_000) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of many keys, and which of them are their drafts."""
+def draws(
+    target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int = 1, count: int = 100_000
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens of many keys, the rank of the candidate that each is, and the candidates."""
     config, key_N = SamplerConfig(mode=MODE, temperature=1.0), torch.arange(count)
     position_N = torch.full_like(key_N, 3)
-    drafted_NV = drafted_V.expand(count, -1)
-    draft_N = speculation.draw_drafts(drafted_NV, config, key_N, position_N)
-    decision, accepted_N = speculation.verify(target_V.log().expand(count, -1), drafted_NV, draft_N, config, key_N, position_N)
-    return decision.token_N, accepted_N
+    draft_NK, drafted_NKV = speculation.draw_drafts(drafted_V.log().expand(count, -1), candidates, config, key_N, position_N)
+    offered = [(key_N, draft_NK[:, rank], drafted_NKV[:, rank]) for rank in range(candidates)]
+    decision, rank_N = speculation.verify(target_V.log().expand(count, -1), offered, config, key_N, position_N)
+    return decision.token_N, rank_N, draft_NK
 
 
 def p_value(token_N: torch.Tensor, target_V: torch.Tensor) -> float:
@@ -40,26 +42,78 @@ def p_value(token_N: torch.Tensor, target_V: torch.Tensor) -> float:
     return chisquare(counts_V[target_V > 0], len(token_N) * target_V[target_V > 0]).pvalue
 
 
+def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) -> list[float]:
+    """The chance that the token is the candidate of each rank, by the sum over all candidates that may be drawn."""
+    kept = float(torch.minimum(target_V, drafted_V).sum())  # the largest chance that any rule can have (Leviathan et al. 2023)
+    if candidates == 1:
+        return [kept]
+    later = torch.zeros(candidates - 1)
+    for draft in drafted_V.nonzero().flatten().tolist():
+        refused = float(drafted_V[draft] - torch.minimum(target_V, drafted_V)[draft])
+        rest_V, others_V = (target_V - drafted_V).clamp_min(0), drafted_V.index_fill(0, torch.tensor([draft]), 0)
+        if refused > 0 and others_V.sum() > 0:
+            later += refused * torch.tensor(chances(rest_V / rest_V.sum(), others_V / others_V.sum(), candidates - 1))
+    return [kept, *later.tolist()]
+
+
+@pytest.mark.parametrize("candidates", [1, 2, 3, 6])
 @pytest.mark.parametrize("target, drafted", DISTRIBUTIONS)
-def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted):
+def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
+    """With six candidates there are more than tokens to draw."""
     target_V, drafted_V = torch.tensor(target, dtype=torch.float64), torch.tensor(drafted, dtype=torch.float64)
-    token_N, accepted_N = draws(target_V, drafted_V)
+    token_N, rank_N, draft_NK = draws(target_V, drafted_V, candidates)
     assert p_value(token_N, target_V) > 1e-3
-    overlap = float(torch.minimum(target_V, drafted_V).sum())  # the largest chance that any rule can have (Leviathan et al. 2023)
-    assert abs(float(accepted_N.double().mean()) - overlap) < 5 * math.sqrt(overlap * (1 - overlap) / len(token_N))
+    is_kept_N = rank_N >= 0
+    assert (token_N[is_kept_N] == draft_NK[is_kept_N, rank_N[is_kept_N]]).all()
+    for rank, chance in enumerate(chances(target_V, drafted_V, candidates)):
+        kept = float((rank_N == rank).double().mean())
+        assert abs(kept - chance) <= 5 * math.sqrt(chance * (1 - chance) / len(token_N)) + 1e-9
 
 
 def test_a_draft_of_the_same_distribution_is_always_kept():
     target_V = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
-    assert draws(target_V, target_V, 1000)[1].all()
+    assert (draws(target_V, target_V, count=1000)[1] == 0).all()
+
+
+def test_candidates_differ_and_are_in_order_at_temperature_0():
+    logits_NV = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    one = torch.tensor([7])
+    draft_NK, drafted_NKV = speculation.draw_drafts(logits_NV, 3, SamplerConfig(mode=MODE), one, one)
+    assert draft_NK.tolist() == [[1, 3, 2]] and drafted_NKV.argmax(-1).equal(draft_NK) and (drafted_NKV.sum(-1) == 1).all()
+    same_N = torch.arange(500)
+    draft_NK, _ = speculation.draw_drafts(logits_NV.expand(500, -1), 4, SamplerConfig(mode=MODE, temperature=1.0), same_N, same_N)
+    assert (draft_NK.sort(1).values == torch.arange(4)).all()
+
+
+@pytest.mark.parametrize("drafts, candidates", [(1, 1), (5, 1), (1, 6), (2, 2), (3, 8), (6, 3)])
+def test_a_tree_has_the_likeliest_nodes(drafts, candidates):
+    """Against all paths; with one candidate it is a chain."""
+    tree = speculation.draft_tree(drafts, candidates)
+    paths = [[node for node in range(len(row)) if row[node]] for row in tree.path_JJ.tolist()]
+    assert len(paths) == 1 + drafts * candidates
+    ranks = [tuple(int(tree.rank_J[node]) + 1 for node in path) for path in paths]
+    assert (
+        len(set(ranks)) == len(ranks)
+        and tree.width <= 2 * candidates - 1
+        and list(map(len, ranks)) == sorted(map(len, ranks)) == tree.depth_J.tolist()
+    )
+    every = (path for depth in range(drafts + 1) for path in itertools.product(range(1, 2 * candidates), repeat=depth))
+    costs = sorted(math.prod(3 * rank for rank in path) for path in every)
+    assert sorted(math.prod(3 * rank for rank in path) for path in ranks) == costs[: len(ranks)]
+    for parent, nodes in enumerate(tree.children):
+        assert [paths[node] for node in nodes] == [[*paths[parent], node] for node in nodes]
+        assert [int(tree.rank_J[node]) for node in nodes] == list(range(len(nodes)))
+    if candidates == 1:
+        assert tree.children == [[node + 1] for node in range(drafts)] + [[]]
 
 
 def test_without_a_draft_the_token_is_drawn():
     target_V = torch.tensor([0.3, 0.0, 0.7], dtype=torch.float64)
     config, key_N = SamplerConfig(mode=MODE, temperature=1.0), torch.arange(20_000)
     none_NV, zero_N = torch.zeros(len(key_N), 3, dtype=torch.float64), torch.zeros_like(key_N)
-    decision, accepted_N = speculation.verify(target_V.log().expand(len(key_N), -1), none_NV, zero_N, config, key_N, zero_N)
-    assert not accepted_N.any() and p_value(decision.token_N, target_V) > 1e-3
+    for offered in ([], [(key_N, zero_N, none_NV)] * 2):
+        decision, rank_N = speculation.verify(target_V.log().expand(len(key_N), -1), offered, config, key_N, zero_N)
+        assert (rank_N == -1).all() and p_value(decision.token_N, target_V) > 1e-3
 
 
 def causal_greedy(lm, prompts, **settings) -> list[list[int]]:
@@ -75,17 +129,17 @@ def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 0.0, 2.0]))
     lm = tiny(family, "block_causal", block_size, logit_shift, causal_context=True, eos_bias=bias, time_embedding=data.draw(st.booleans()))
     prompts, same = data.draw(prompt_lists(1)), {"max_new_tokens": data.draw(st.integers(1, 12)), "stop_at_eos": data.draw(st.booleans())}
-    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, batch_size=3, **same))
+    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, batch_size=3, candidates=data.draw(st.integers(1, 6)), **same))
     assert generation.tokens == causal_greedy(lm, prompts, **same)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("logit_shift, block_size", [(True, 4), (False, 8)])
-def test_greedy_tokens_of_a_thousand_prompts(logit_shift, block_size):
+@pytest.mark.parametrize("logit_shift, block_size, candidates", [(True, 4, 1), (False, 8, 1), (True, 4, 4)])
+def test_greedy_tokens_of_a_thousand_prompts(logit_shift, block_size, candidates):
     lm = tiny("phi", "block_causal", block_size, logit_shift, causal_context=True)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(4, 10, (1 + n % 7,), generator=generator).tolist() for n in range(1000)]
-    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, batch_size=250))
+    generation = sampler.generate(lm, prompts, SamplerConfig(mode=MODE, max_new_tokens=12, candidates=candidates, batch_size=250))
     assert generation.tokens == sampler.generate(lm.as_causal(), prompts, SamplerConfig(max_new_tokens=12, batch_size=250)).tokens
     assert sum(generation.forward_passes) < sum(map(len, generation.tokens))
 
@@ -106,20 +160,25 @@ def chi_square(generation, expected) -> float:
     return chisquare([counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]).pvalue
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
-def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, monkeypatch):
-    """Against enumeration; and the test notices if all drafts are kept."""
+@pytest.mark.parametrize("logit_shift, candidates", [(False, 1), (True, 1), (False, 2), (True, 3)])
+def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
+    """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = tiny("phi", "block_causal", 4, logit_shift, causal_context=True), [4, 6, 9], [5, 4, 7]
-    config = SamplerConfig(mode=MODE, max_new_tokens=3, temperature=1.3, allowed_tokens=letters, batch_size=2000, seed=4)
+    config = SamplerConfig(
+        mode=MODE, max_new_tokens=3, temperature=1.3, allowed_tokens=letters, batch_size=2000, seed=4, candidates=candidates
+    )
     expected = enumerated(lm, prompt, letters, 3, 1.3)
     generation = sampler.generate(lm, [prompt] * 2000, config)
     assert chi_square(generation, expected) > 1e-3
     assert 0.1 < generation.accepted_drafts < 0.95
 
-    def keep_all(*args):
-        decision, _ = speculation.verify(*args)
-        there_N = args[1].sum(-1) > 0
-        return decision._replace(token_N=torch.where(there_N, args[2], decision.token_N)), there_N
+    def keep_all(logits_NV, offered, *rest):
+        decision, rank_N = speculation.verify(logits_NV, offered, *rest)
+        for index_M, draft_M, drafted_MV in offered[:1]:
+            there_M = drafted_MV.sum(-1) > 0
+            rank_N[index_M] = there_M.long() - 1
+            decision.token_N[index_M] = torch.where(there_M, draft_M, decision.token_N[index_M])
+        return decision, rank_N
 
     monkeypatch.setattr("unmask.generation.engine.speculate.verify", keep_all)
     assert chi_square(sampler.generate(lm, [prompt] * 2000, config), expected) < 1e-6
@@ -170,7 +229,9 @@ def test_sliding_windows_apply_as_in_the_causal_model():
     model = MistralForCausalLM(MistralConfig(**heads, **shape, **ends)).double().eval()
     lm = make_diffusion(model, tokenizer, attention="block_causal", block_size=4, causal_context=True)
     prompts, same = [[4, 5, 6, 7, 8, 9, 4, 4, 5], [9, 9]], {"max_new_tokens": 12, "stop_at_eos": False}
-    assert sampler.generate(lm, prompts, SamplerConfig(mode=MODE, **same)).tokens == causal_greedy(lm, prompts, **same)
+    for config in (SamplerConfig(mode=MODE, **same), SamplerConfig(mode=MODE, drafts=7, candidates=5, **same)):
+        generation, expected = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
+        assert generation.tokens == causal_greedy(lm, prompts, **same) and generation.forward_passes == expected.forward_passes
 
 
 CHANGED = {
@@ -179,6 +240,20 @@ CHANGED = {
     **{"reveal_last": [2], "guidance": 1.0, "constraint": {"regex": "a"}, "cache": "dual", "refresh_interval": 2, "early_commit": 0.5},
     "revise": {"by": "probability"},
 }
+
+
+def test_more_candidates_take_fewer_passes():
+    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    passes = []
+    for candidates in (1, 2, 4, 8):
+        generation = sampler.generate(lm, PROMPTS, SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates))
+        passes.append(sum(generation.forward_passes))
+    assert passes == sorted(passes, reverse=True) and passes[-1] < 0.8 * passes[0]
+
+
+def test_candidates_are_of_this_mode():
+    with pytest.raises(ConfigError, match=r"candidates: has no effect with mode 'denoise'\. Use mode 'self-speculative'"):
+        SamplerConfig(candidates=2)
 
 
 @pytest.mark.parametrize("name", OF_DENOISING)

@@ -105,6 +105,9 @@ class SamplerConfig(Config):
     drafts: int = Field(default=0, ge=0, le=32)
     """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not change. Faster if memory bandwidth
     is the limit (few sequences, small blocks). Mode self-speculative: tokens drafted ahead; 0: the attention block less one, at most 7."""
+    candidates: int = Field(default=1, ge=1, le=32)
+    """Mode self-speculative: candidates of a drafted token, on average. A pass verifies drafts * candidates of them, as a tree that has
+    more of the likelier paths; with 1 it is a chain. More candidates take fewer and wider passes. The distribution does not change."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
@@ -121,6 +124,8 @@ class SamplerConfig(Config):
             for name in OF_DENOISING:
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ConfigError(f"has no effect with mode {self.mode!r}", where=name, remedy="Leave it out, or use mode 'denoise'")
+        elif self.candidates > 1:
+            raise ConfigError(f"has no effect with mode {self.mode!r}", where="candidates", remedy="Use mode 'self-speculative'")
         rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
         if len(rules) > 1:
             raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them")

@@ -20,7 +20,7 @@ from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
 from unmask.generation.revise import doubts, present_log_probs
-from unmask.generation.speculation import draft_inputs, draw_drafts, num_drafts, probabilities, verify
+from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -109,24 +109,27 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
     steps: list[int] = []
     decisions: list[Decision] = []
     key_1, causal = torch.tensor([request.key], device=lm.device), verifier or lm.as_causal()
-    none = torch.zeros_like(key_1), torch.zeros(1, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device)
-    drafts: list[tuple[Tensor, Tensor]] = []  # tokens, and the distributions that they were drawn from
+    tree = draft_tree(num_drafts(lm, config), config.candidates)
+    drafts: list[list[tuple[Tensor, Tensor]]] = []  # of each position the candidates, and the distributions that they were drawn from
     passes = num_drafted = num_accepted = 0
     ended = False
     while not ended:
-        num_drafted += len(drafts)
-        for draft_1, drafted_1V in [*drafts, none]:
+        num_drafted += tree.num_drafts(len(drafts))
+        node = 0
+        for candidates in [*drafts, []]:
             logits_1V = causal.logits(torch.tensor([[*ids, lm.mask_token_id]], device=lm.device))[:, -1]
             position_1, present_1V = torch.tensor([len(ids)], device=lm.device), torch.zeros_like(logits_1V, dtype=torch.bool)
             present_1V[:, ids] = True
-            decision, accepted_1 = verify(logits_1V, drafted_1V, draft_1, config, key_1, position_1, present_1V)
+            offered = [(torch.zeros_like(key_1), *candidate) for candidate, _ in zip(candidates, tree.children[node], strict=False)]
+            decision, rank_1 = verify(logits_1V, offered, config, key_1, position_1, present_1V)
             ids, steps, decisions = [*ids, int(decision.token_N)], [*steps, passes], [*decisions, decision]
-            num_accepted += int(accepted_1)
+            num_accepted += int(rank_1 >= 0)
             ended = len(ids) == request.length or (request.stop_at_eos and ids[-1] in lm.eos_token_ids)
-            if ended or not accepted_1:
+            if ended or rank_1 < 0:
                 break
+            node = tree.children[node][int(rank_1)]
         passes += 1
-        drafts = [] if ended else _drafts(lm, request, ids, config, seen=len(ids) - (verifier is None))
+        drafts = [] if ended else _drafts(lm, request, ids, tree, config, seen=len(ids) - (verifier is None))
     rest = request.length - len(ids)
 
     def record(field: str) -> list[float]:
@@ -140,8 +143,10 @@ def _speculate(lm: DiffusionLM, verifier: DiffusionLM | None, request: Request, 
     return trace
 
 
-def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerConfig, seen: int) -> list[tuple[Tensor, Tensor]]:
-    """Drafts of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
+def _drafts(
+    lm: DiffusionLM, request: Request, ids: list[int], tree: Tree, config: SamplerConfig, seen: int
+) -> list[list[tuple[Tensor, Tensor]]]:
+    """Candidates of the next tokens, given the first `seen` ones: with a verifier all, else all but the last. There the model sees a mask,
     because the engine drafts in the pass that verifies, before it is known which draft is refused."""
     count = min(num_drafts(lm, config), request.length - len(ids))
     num_masks = min(num_drafts(lm, config) + 1, request.length - seen)
@@ -150,9 +155,9 @@ def _drafts(lm: DiffusionLM, request: Request, ids: list[int], config: SamplerCo
     for position in range(len(ids), len(ids) + count):
         logits_1V, present_1V = logits_TV[position - int(lm.logit_shift)][None], torch.zeros_like(logits_TV[:1], dtype=torch.bool)
         present_1V[:, ids] = True
-        drafted_1V = probabilities(logits_1V, config, present_1V)
         key_1, position_1 = (torch.tensor([number], device=lm.device) for number in (request.key, position))
-        drafts.append((draw_drafts(drafted_1V, config, key_1, position_1), drafted_1V))
+        draft_1K, drafted_1KV = draw_drafts(logits_1V, tree.width, config, key_1, position_1, present_1V)
+        drafts.append(list(zip(draft_1K.unbind(1), drafted_1KV.unbind(1), strict=True)))
     return drafts
 
 

@@ -156,11 +156,12 @@ def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
         raise GenerationError(what, where="verifier", remedy="Load both on one device")
 
 
-def check_verified(verifier: DiffusionLM, request: Request, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request that is not to be verified, or too long for the verifying model."""
+def check_verified(verifier: DiffusionLM | None, request: Request, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request that is not to be verified, or too long for the verifying model (None: of a
+    server, which refuses it itself)."""
     if not config.self_speculative:
         raise GenerationError(f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'")
-    if verifier.context_length is not None and request.length > verifier.context_length:
+    if verifier is not None and verifier.context_length is not None and request.length > verifier.context_length:
         what = f"{request.length} tokens exceed its context of {verifier.context_length}"
         raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
 

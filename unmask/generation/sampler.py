@@ -11,6 +11,7 @@ from typing import Any, Literal
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.speculate import Verifier
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.output import Generation, make_generation
 from unmask.generation.requests import Request, checked_keys, make_infill_requests, make_requests
@@ -22,7 +23,7 @@ def generate(
     prompts: Sequence[Any],
     config: SamplerConfig | None = None,
     keys: Sequence[int] | None = None,
-    verifier: DiffusionLM | None = None,
+    verifier: Verifier | None = None,
 ) -> Generation:
     """Complete prompts by denoising.
 
@@ -31,7 +32,8 @@ def generate(
         prompts: strings, chat messages or lists of token ids, of any lengths.
         config: policy, steps, temperature, ...
         keys: of the random numbers, one per prompt; None: a hash of each prompt and its repeat number.
-        verifier: in mode self-speculative, a causal model with the same tokenizer, whose text it shall be; None: `lm.as_causal()`.
+        verifier: in mode self-speculative, a causal model with the same tokenizer, whose text it shall be, here or on a server
+            (`RemoteLM`); None: `lm.as_causal()`.
 
     Returns:
         One completion per prompt, in order. It does not depend on the other prompts.
@@ -90,7 +92,7 @@ def infill(
     return replace(generation, gaps=[text.gaps for text in found])
 
 
-def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: Verifier | None = None) -> Generation:
     """Complete requests; with lossy settings also measure their agreement with the exact sampler."""
     generation = _run(lm, requests, config, verifier)
     if config.lossy is None or not config.agreement_prompts or not requests:
@@ -113,7 +115,7 @@ def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list
     return [list(compress(tokens, request.hidden[request.start :])) for tokens, request in pairs]
 
 
-def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: DiffusionLM | None = None) -> Generation:
+def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig, verifier: Verifier | None = None) -> Generation:
     """Run requests through an engine: the longest first, so that memory is allocated once, and equal prompts together, so that their keys
     are computed once."""
     engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens, verifier=verifier)

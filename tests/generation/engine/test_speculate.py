@@ -15,7 +15,9 @@ from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
+from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.requests import make_requests
 
 MODE = "self-speculative"
@@ -27,6 +29,7 @@ def speculating(draw) -> SamplerConfig:
         mode=MODE,
         max_new_tokens=draw(st.integers(1, 9)),
         drafts=draw(st.integers(0, 9)),
+        candidates=draw(st.sampled_from([1, 1, 2, 3, 7])),
         temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
         top_k=draw(st.sampled_from([0, 4])),
         top_p=draw(st.sampled_from([1.0, 0.8])),
@@ -76,7 +79,7 @@ def test_other_modes_share_the_engine(data):
         SamplerConfig(drafts=1, max_new_tokens=6),
     ]
     for config in modes:
-        config = config.model_copy(update={"drafts": min(config.drafts, 2)})
+        config = config.model_copy(update={"drafts": min(config.drafts, 2), "candidates": min(config.candidates, 2)})
         requests = make_requests(lm, PROMPTS[:4], config)
         tickets = [engine.submit(request, config) for request in requests]
         traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
@@ -100,6 +103,33 @@ def test_a_round_is_one_forward_pass_of_few_positions():
     assert watch.heads <= 1 + rounds * (4 + 4 * 3)
 
 
+def test_the_cache_holds_the_kept_drafts_at_their_positions():
+    """The keys of the decided tokens are those of a plain pass over the text, while a tree is verified."""
+    lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
+    for config in (SamplerConfig(mode=MODE, max_new_tokens=24, candidates=candidates) for candidates in (1, 4)):
+        engine = Engine(lm)
+        for request in make_requests(lm, PROMPTS, config):
+            engine.submit(request, config)
+        moved = 0
+        while True:
+            engine.step()
+            if not engine.running:
+                break
+            for sequence in engine.running:
+                slot, count = sequence.slots[0], sequence.num_cached
+                plain = Slots(lm.device, lm.mask_token_id)
+                plain.reserve(1, count + 1)
+                plain.create_cache()
+                plain.add(engine.slots.ids_SC[slot, :count].tolist(), [False] * count)
+                with torch.no_grad():
+                    cache_clean_tokens(lm.as_causal(), plain, [BatchEntry(0, count, count, count)])
+                for pair, others in zip(engine.slots.cache.stored, plain.cache.stored, strict=True):
+                    for stored, other in zip(pair, others, strict=True):
+                        torch.testing.assert_close(stored[slot, :, :count], other[0, :, :count])
+                moved += sequence.speculation.num_accepted
+        assert moved > 0
+
+
 def test_a_shared_prompt_is_computed_once():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
     generation = sampler.generate(lm, [[4, 5, 6, 7, 8] * 4] * 6, SamplerConfig(mode=MODE, max_new_tokens=4, temperature=1.0))
@@ -108,14 +138,15 @@ def test_a_shared_prompt_is_computed_once():
 
 def test_memory_is_bounded_by_the_configuration():
     lm = tiny("phi", "block_causal", 4, True, causal_context=True, eos_bias=-9.0)
-    config, masks = SamplerConfig(mode=MODE, max_new_tokens=8), 16
-    engine = Engine(lm, batch_size=9, max_batch_tokens=60 + 2 * masks)
-    for request in make_requests(lm, [[4], [4] * 20, [4] * 5, [4] * 22], config):
-        engine.submit(request, config)
-    while engine.waiting or engine.running:
-        engine.step()
-        assert engine.slots.ids_SC.numel() <= 60 + 2 * masks
-    engine = Engine(lm, max_batch_tokens=30)
+    for candidates, more in ((1, 16), (2, 31)):  # 2 * 3 drafts in place of 3, and 4 masks after each of 1 + 6 nodes
+        config = SamplerConfig(mode=MODE, max_new_tokens=8, candidates=candidates)
+        engine = Engine(lm, batch_size=9, max_batch_tokens=60 + 2 * more)
+        for request in make_requests(lm, [[4], [4] * 20, [4] * 5, [4] * 22], config):
+            engine.submit(request, config)
+        while engine.waiting or engine.running:
+            engine.step()
+            assert engine.slots.ids_SC.numel() <= 60 + 2 * more
+    config, engine = SamplerConfig(mode=MODE, max_new_tokens=8), Engine(lm, max_batch_tokens=30)
     with pytest.raises(GenerationError, match=r"max_batch_tokens: 46 tokens exceed 30\. Raise it"):
         engine.submit(make_requests(lm, [[4] * 22], config)[0], config)
 
@@ -128,9 +159,10 @@ def small_verifier(logit_shift: bool):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_another_causal_model_verifies(logit_shift, temperature):
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_another_causal_model_verifies(logit_shift, temperature, candidates):
     lm, verifier = small_verifier(logit_shift)
-    config = SamplerConfig(mode=MODE, max_new_tokens=9, temperature=temperature, batch_size=3, trace=True)
+    config = SamplerConfig(mode=MODE, max_new_tokens=9, temperature=temperature, candidates=candidates, batch_size=3, trace=True)
     generation, expected = (make(lm, PROMPTS, config, verifier=verifier) for make in (sampler.generate, naive.generate))
     for trace, other in zip(generation.trace, expected.trace, strict=True):
         assert_equal(trace, other)

@@ -35,6 +35,7 @@ from unmask.errors import GenerationError
 from unmask.generation.remote import http
 from unmask.generation.remote.http import RemoteError
 from unmask.generation.remote.vllm_client import RemoteLM
+from unmask.models.load import with_pattern
 
 TOKENIZER = character_tokenizer("abcdef")
 
@@ -253,6 +254,23 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
     for got, expected in zip(there.log_probs, here.log_probs, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("candidates", [1, 3])
+def test_vllm_verifies_drafts(vllm, candidates):
+    model = str(vllm.model)
+    lm = with_pattern(unmask.load(model), "block_causal", 4, True, causal_context=True)
+    config = SamplerConfig(mode="self-speculative", max_new_tokens=24, candidates=candidates)
+    prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
+    with RemoteLM(vllm.url, model) as remote:
+        found, expected = unmask.generate(lm, prompts, config, verifier=remote), remote.generate(prompts, SamplerConfig(max_new_tokens=24))
+        with pytest.raises(GenerationError, match=r"verifier: the server refuses -1 log-probabilities"):
+            unmask.generate(lm, prompts, config.model_copy(update={"temperature": 1.0}), verifier=remote)
+    assert found.tokens == expected.tokens and 0 < found.accepted_drafts < 1
+    for got, other in zip(found.log_probs, expected.log_probs, strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(other), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.slow

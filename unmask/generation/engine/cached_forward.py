@@ -42,6 +42,7 @@ class Queries:
     ids_BQ: Tensor
     hidden_BQ: Tensor
     draft_BQ2: Tensor | None = None  # for a draft's query also first and last + 1 of its draft's columns; None: no drafts
+    path_BQK: Tensor | None = None  # the drafted tokens before a query, which it attends to as well; None: no drafted tokens
 
 
 def cached_pass(
@@ -166,7 +167,12 @@ def run_pass(
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:
         allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])
-    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if windows or lm.attention == "causal" else None
+    if queries.path_BQK is not None:
+        allowed_BQK |= queries.path_BQK
+    positions = None
+    if windows or lm.attention == "causal":  # keys of earlier passes are at the position of their column
+        column_BC = torch.arange(cache.shape[1] + 1, device=index_N.device).repeat(len(entries), 1)
+        positions = (queries.position_BQ, column_BC.scatter_(1, queries.column_BQ, queries.position_BQ)[:, : len(key_K)])
     mask = AttentionMask(allowed_BQK[:, None], positions)
     inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
     return lm.forward(inputs, cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))

@@ -20,12 +20,14 @@ from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.slots import BatchEntry, Slots
-from unmask.generation.engine.speculate import begin, speculate
+from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
+from unmask.generation.remote.verify import check_server
+from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
-from unmask.generation.speculation import num_drafts
+from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
@@ -39,7 +41,7 @@ class Engine:
 
     Args:
         batch_size: the most sequences that run at once, at least 1.
-        verifier: in mode self-speculative, the causal model that verifies drafts; None: the model itself.
+        verifier: in mode self-speculative, the causal model that verifies drafts, here or on a server; None: the model itself.
         max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
 
     Attributes:
@@ -51,7 +53,7 @@ class Engine:
         GenerationError: batch_size is below 1.
     """
 
-    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: DiffusionLM | None = None):
+    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: Verifier | None = None):
         self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
@@ -60,7 +62,9 @@ class Engine:
         if self.exact_cache:
             self.slots.create_cache()
         if verifier is not None:
-            check_verifier(lm, verifier)
+            check_server(lm, verifier) if isinstance(verifier, RemoteLM) else check_verifier(lm, verifier)
+        self._verifier = verifier if isinstance(verifier, DiffusionLM) else None  # which has its keys here
+        if self._verifier is not None:
             self.slots.create_verifier_cache()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
@@ -83,16 +87,16 @@ class Engine:
         """
         check_settings(self.lm, config)
         if self.verifier is not None:
-            check_verified(self.verifier, request, config)
+            check_verified(self._verifier, request, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
         if given != (config.parallel, config.constraint is not None, config.revise is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
-        if config.self_speculative:  # masks after each number of drafts
-            columns = request.length + (num_drafts(self.lm, config) + 1) ** 2
+        if config.self_speculative:
+            columns = request.length + num_columns(self.lm, config)
         sequence = SequenceState(self._tickets, request, config, columns)
-        sequence.speculation = begin(self.lm, request) if config.self_speculative else None
+        sequence.speculation = begin(self.lm, request, config) if config.self_speculative else None
         if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
             what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
@@ -129,7 +133,7 @@ class Engine:
     def _denoise(self) -> None:
         """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
         of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
-        with evaluating(self.lm), evaluating(self.verifier or self.lm):
+        with evaluating(self.lm), evaluating(self._verifier or self.lm):
             self._admit()
             sequences = [sequence for sequence in self.running if sequence.speculation is None]
             if sequences:
@@ -232,8 +236,8 @@ class Engine:
             for bucket in buckets([entry.start for entry in entries], self._alone):
                 members = [entries[index] for index in bucket]
                 cache_clean_tokens(self.lm.as_causal() if causal else self.lm, self.slots, members)
-                if causal and self.verifier is not None:
-                    cache_clean_tokens(self.verifier, self.slots, members, self.slots.verifier_cache)
+                if causal and self._verifier is not None:
+                    cache_clean_tokens(self._verifier, self.slots, members, self.slots.verifier_cache)
                 self.num_forward_passes += 1
         for (source, base), targets in copies.items():
             self.slots.copy_keys(source, torch.tensor(targets, device=self.lm.device), base)

@@ -1,5 +1,6 @@
 """Keys and values of the running sequences. Column c of a slot holds position c. While a block is denoised, every step overwrites its
-columns; when its tokens are final, one more pass writes their keys. Keys of noised tokens are never reused.
+columns; when its tokens are final, one more pass writes their keys. Keys of noised tokens are never reused. Drafts of mode self-speculative
+are in any columns after those of the final tokens, and move to their positions when they are kept.
 
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
@@ -41,6 +42,11 @@ class SlotCache(Cache):
         """Copy the first columns of a slot to another, or to several."""
         for stored in chain.from_iterable(self.stored):
             stored[targets, :, :columns] = stored[source, :, :columns]
+
+    def move(self, slot_N: Tensor, source_N: Tensor, target_N: Tensor) -> None:
+        """Copy columns of slots to other columns of the same slots, all at once."""
+        for stored in chain.from_iterable(self.stored):
+            stored[slot_N, :, target_N] = stored[slot_N, :, source_N]
 
     def clear(self, slots: Sequence[int]) -> None:
         """Zero the slots. A masked key has weight 0, but 0 x NaN would be NaN."""

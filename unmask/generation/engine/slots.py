@@ -61,7 +61,7 @@ class BatchEntry(NamedTuple):
 
 class SpeculativeEntry(NamedTuple):
     """One sequence of a pass of mode self-speculative: clean positions from `first` to `base`, drafts of the tokens after them, and masks
-    from each position on that may be the first whose draft is refused."""
+    after each node that may be the last one kept."""
 
     slot: int
     length: int  # of the whole sequence

@@ -1,6 +1,7 @@
 """A round of mode self-speculative: verify the drafts of sequences, reveal the tokens, and draft the next ones. One forward pass.
 
-Shapes: B sequences, G drafts, J = G + 1 verified positions, V vocabulary, N positions of several sequences.
+Shapes: B sequences, G drafts, J = G + 1 nodes of their tree, D depths, K candidates, V vocabulary, N positions of several sequences, M some
+of them.
 """
 
 from __future__ import annotations
@@ -12,28 +13,36 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import buckets
+from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
 from unmask.generation.engine.speculative_forward import draft_pass, speculative_pass
 from unmask.generation.engine.steps import SequenceState, Speculation
 from unmask.generation.output import end_of
 from unmask.generation.policies import Decision
+from unmask.generation.remote.verify import server_logits
+from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request
-from unmask.generation.speculation import draw_drafts, num_drafts, probabilities, verify
+from unmask.generation.speculation import Tree, draft_tree, draw_drafts, num_drafts, verify
 from unmask.models.diffusion_lm import DiffusionLM
 
+Verifier = DiffusionLM | RemoteLM
 
-def begin(lm: DiffusionLM, request: Request) -> Speculation:
+
+def begin(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Speculation:
     """The state before the first round, which has no drafts."""
     none = torch.zeros(0, dtype=torch.long, device=lm.device)
-    return Speculation(request.start, request.start, none, torch.zeros(0, lm.config.vocab_size, dtype=lm.log_prob_dtype, device=lm.device))
+    shape = (0, _tree(lm, config).width, lm.config.vocab_size)
+    return Speculation(request.start, request.start, none, torch.zeros(shape, dtype=lm.log_prob_dtype, device=lm.device))
 
 
 def speculate(
-    lm: DiffusionLM, verifier: DiffusionLM | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
+    lm: DiffusionLM, verifier: Verifier | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
 ) -> list[SequenceState]:
     """One round of each sequence. Those of different settings or very different lengths have separate passes; with `alone`, all have.
-    Returns the finished ones. `verifier`: the causal model that verifies; None: the model itself."""
+    Returns the finished ones. `verifier`: the causal model that verifies, here or on a
+    server; None: the model itself."""
     finished: list[SequenceState] = []
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         alike = [sequence for sequence in sequences if sequence.config is config]
@@ -50,29 +59,34 @@ def _state(sequence: SequenceState) -> Speculation:
 
 def _round(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
     states = [_state(sequence) for sequence in sequences]
-    width = num_drafts(lm, sequences[0].config) + 1
+    tree, width = _tree(lm, sequences[0].config), num_drafts(lm, sequences[0].config) + 1
     entries = [
         SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, width)
         for each, state in zip(sequences, states, strict=True)
     ]
-    causal_BJV, masked_BJGV = speculative_pass(lm, slots, entries)
-    refused, finished = _reveal(lm, slots, sequences, causal_BJV)
+    causal_BJV, masked_BJDV = speculative_pass(lm, slots, entries, tree)
+    last, finished = _reveal(lm, slots, sequences, causal_BJV, slots.cache)
     going_on = [member for member, sequence in enumerate(sequences) if sequence not in finished]
     if going_on:
-        at = torch.tensor([(member, refused[member]) for member in going_on], device=masked_BJGV.device)
-        _draft(slots, [sequences[member] for member in going_on], masked_BJGV[at[:, 0], at[:, 1]])
+        at = torch.tensor([(member, last[member]) for member in going_on], device=masked_BJDV.device)
+        _draft(lm, slots, [sequences[member] for member in going_on], masked_BJDV[at[:, 0], at[:, 1]])
     return finished
 
 
-def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
+def _round_of_two(lm: DiffusionLM, verifier: Verifier, slots: Slots, sequences: list[SequenceState]) -> list[SequenceState]:
     """A round of two models, of a pass each: the tokens are known when the next ones are drafted."""
     states, count = [_state(sequence) for sequence in sequences], num_drafts(lm, sequences[0].config)
     entries = [
         SpeculativeEntry(each.slots[0], each.request.length, min(each.num_cached, state.position - 1), state.position, state.draft_G, 0)
         for each, state in zip(sequences, states, strict=True)
     ]
-    causal_BJV, _ = speculative_pass(verifier, slots, entries, cache=slots.verifier_cache)
-    _, finished = _reveal(lm, slots, sequences, causal_BJV)
+    tree = _tree(lm, sequences[0].config)
+    if isinstance(verifier, DiffusionLM):
+        causal_BJV, _ = speculative_pass(verifier, slots, entries, tree, cache=slots.verifier_cache)
+    else:
+        ids_BT = [slots.ids_SC[entry.slot, : entry.base].tolist() for entry in entries]
+        causal_BJV = server_logits(verifier, lm, ids_BT, entries, tree, sequences[0].config)
+    _, finished = _reveal(lm, slots, sequences, causal_BJV, slots.verifier_cache)
     going_on = [sequence for sequence in sequences if sequence not in finished]
     if going_on:
         entries = []
@@ -81,69 +95,91 @@ def _round_of_two(lm: DiffusionLM, verifier: DiffusionLM, slots: Slots, sequence
             first, none = min(state.num_drafter_cached, state.position - 1), state.draft_G[:0]
             entries.append(SpeculativeEntry(sequence.slots[0], sequence.request.length, first, state.position, none, count + 1))
             state.num_drafter_cached = state.position
-        _draft(slots, going_on, draft_pass(lm, slots, entries)[:, :count])
+        _draft(lm, slots, going_on, draft_pass(lm, slots, entries)[:, :count])
     return finished
 
 
-def _reveal(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor) -> tuple[list[int], list[SequenceState]]:
-    """Reveal the tokens that are decided. Returns the number of drafts before the first refused one, and the finished sequences."""
-    decision, kept_B = _verify(slots, sequences, logits_BJV)
-    shape = logits_BJV.shape[:2]
-    *token_JB, kept = torch.cat([decision.token_N.view(shape), kept_B[:, None]], 1).T.tolist()
-    finished, revealed = [], []
-    for member, (sequence, tokens) in enumerate(zip(sequences, zip(*token_JB, strict=True), strict=True)):
-        state, request = _state(sequence), sequence.request
-        tokens = tokens[: min(kept[member] + 1, request.length - state.position)]
+def _tree(lm: DiffusionLM, config: SamplerConfig) -> Tree:
+    return draft_tree(num_drafts(lm, config), config.candidates)
+
+
+def _reveal(
+    lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, cache: SlotCache | None
+) -> tuple[list[int], list[SequenceState]]:
+    """Reveal the tokens that are decided. Returns the last node of each sequence that was kept, and the finished sequences.
+
+    Args:
+        cache: holds the keys of all drafts. Those that were kept move to the columns of their positions. None: a server has them.
+    """
+    tree, shape = _tree(lm, sequences[0].config), logits_BJV.shape[:2]
+    decision, rank_N = _verify(slots, sequences, logits_BJV, tree)
+    last, finished, revealed, moved = [], [], [], []
+    nodes = torch.stack([rank_N.view(shape), decision.token_N.view(shape)], 1).tolist()
+    for member, (sequence, (ranks, tokens)) in enumerate(zip(sequences, nodes, strict=True)):
+        state, request, path = _state(sequence), sequence.request, [0]
+        while ranks[path[-1]] >= 0:
+            path.append(tree.children[path[-1]][ranks[path[-1]]])
+        last.append(path[-1])
+        tokens = [tokens[node] for node in path[: request.length - state.position]]
         ends = lm.eos_token_ids if request.stop_at_eos else ()
         count = end_of(tokens, ends)
-        revealed += [(member, column, sequence.slots[0], state.position + column, sequence.steps_done) for column in range(count)]
-        state.num_drafted, state.num_accepted = state.num_drafted + len(state.draft_G), state.num_accepted + min(kept[member], count)
+        slot, start = sequence.slots[0], state.position
+        revealed += [(member, node, slot, start + depth, sequence.steps_done) for depth, node in enumerate(path[:count])]
+        moved += [(slot, start + node - 1, start + depth) for depth, node in enumerate(path[1:count]) if node - 1 != depth]
+        state.num_drafted, state.num_accepted = state.num_drafted + len(state.draft_G), state.num_accepted + min(len(path) - 1, count)
         state.position += count
         if state.position == request.length or tokens[count - 1] in ends:
             finished.append(sequence)
         sequence.num_cached = state.position - 1
         sequence.steps_done, sequence.num_forward_passes = sequence.steps_done + 1, sequence.num_forward_passes + 1
-    member_N, column_N, slot_N, position_N, step_N = torch.tensor(revealed, device=kept_B.device).unbind(1)
-    slots.write((slot_N, position_N), decision, member_N * shape[1] + column_N, step_N)
-    return kept, finished
+    member_N, node_N, slot_N, position_N, step_N = torch.tensor(revealed, device=rank_N.device).unbind(1)
+    slots.write((slot_N, position_N), decision, member_N * shape[1] + node_N, step_N)
+    if moved and cache is not None:  # a server keeps its own
+        cache.move(*torch.tensor(moved, device=rank_N.device).unbind(1))
+    return last, finished
 
 
-def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor) -> tuple[Decision, Tensor]:
-    """The token of each position [B * J] if all drafts before it are kept, and the number of drafts [B] before the first refused one."""
-    config, states = sequences[0].config, [_state(sequence) for sequence in sequences]
-    draft_BJ = F.pad(pad_sequence([state.draft_G for state in states], batch_first=True), (0, 1))
-    drafted_BJV = F.pad(pad_sequence([state.drafted_GV for state in states], batch_first=True), (0, 0, 0, 1))
-    key_N, position_N = _keys(sequences, logits_BJV.shape[1])
+def _verify(slots: Slots, sequences: list[SequenceState], logits_BJV: Tensor, tree: Tree) -> tuple[Decision, Tensor]:
+    """The token after each node [B * J] if the path to it is kept, and the rank of the candidate that it is, or -1."""
+    config, states, (size, count, vocabulary) = sequences[0].config, [_state(sequence) for sequence in sequences], logits_BJV.shape
+    draft_BJ = F.pad(pad_sequence([state.draft_G for state in states], batch_first=True), (1, 0))
+    drafted_BDKV = pad_sequence([state.drafted_DKV for state in states], batch_first=True)
+    depth_J = tree.depth_J[:count].to(draft_BJ.device)
+    key_N, position_N = _keys(sequences, depth_J)
     present_NV = None
     if config.repetition_penalty != 1:
-        earlier_BJV = F.one_hot(draft_BJ, logits_BJV.shape[2]).cumsum(1).roll(1, 1)
-        earlier_BJV[:, 0] = 0
-        present_NV = _present(slots, sequences, *logits_BJV.shape[1:]) | (earlier_BJV > 0).flatten(0, 1)
-    decision, accepted_N = verify(
-        logits_BJV.flatten(0, 1), drafted_BJV.flatten(0, 1), draft_BJ.flatten(), config, key_N, position_N, present_NV
-    )
-    return decision, accepted_N.view_as(draft_BJ).long().cumprod(1).sum(1)
+        earlier_BJV = tree.path_JJ[:count, :count].to(depth_J.device).float() @ F.one_hot(draft_BJ, vocabulary).float()
+        present_NV = _present(slots, sequences, count, vocabulary) | (earlier_BJV > 0).flatten(0, 1)
+    candidates = []
+    for rank in range(tree.width):
+        if pairs := tree.ranked(rank, count):
+            parent_M, child_M = torch.tensor(pairs, device=depth_J.device).unbind(1)
+            index_BM = torch.arange(size, device=depth_J.device)[:, None] * count + parent_M
+            drafted_BMV = drafted_BDKV[:, depth_J[parent_M], rank]
+            candidates.append((index_BM.flatten(), draft_BJ[:, child_M].flatten(), drafted_BMV.flatten(0, 1)))
+    return verify(logits_BJV.flatten(0, 1), candidates, config, key_N, position_N, present_NV)
 
 
-def _draft(slots: Slots, sequences: list[SequenceState], logits_BGV: Tensor) -> None:
-    """Draw the next drafts, as far as the sequence goes."""
-    config, (count, vocabulary) = sequences[0].config, logits_BGV.shape[1:]
-    key_N, position_N = _keys(sequences, count)
+def _draft(lm: DiffusionLM, slots: Slots, sequences: list[SequenceState], logits_BDV: Tensor) -> None:
+    """Draw the candidates of the next tokens, as far as the sequence goes."""
+    config, tree, (count, vocabulary) = sequences[0].config, _tree(lm, sequences[0].config), logits_BDV.shape[1:]
+    key_N, position_N = _keys(sequences, torch.arange(count, device=logits_BDV.device))
     present_NV = _present(slots, sequences, count, vocabulary) if config.repetition_penalty != 1 else None
-    drafted_NV = probabilities(logits_BGV.flatten(0, 1), config, present_NV)
-    draft_BG = draw_drafts(drafted_NV, config, key_N, position_N).view(-1, count)
-    for sequence, draft_G, drafted_GV in zip(sequences, draft_BG, drafted_NV.view_as(logits_BGV), strict=True):
+    draft_NK, drafted_NKV = draw_drafts(logits_BDV.flatten(0, 1), tree.width, config, key_N, position_N, present_NV)
+    index_G = ((tree.depth_J - 1) * tree.width + tree.rank_J)[1:].to(draft_NK.device)
+    drafts = zip(sequences, draft_NK.view(-1, count * tree.width)[:, index_G], drafted_NKV.unflatten(0, (-1, count)), strict=True)
+    for sequence, draft_G, drafted_DKV in drafts:
         state = _state(sequence)
         rest = sequence.request.length - state.position
-        state.draft_G, state.drafted_GV = draft_G[:rest], drafted_GV[:rest]
+        state.draft_G, state.drafted_DKV = draft_G[: tree.num_drafts(rest)], drafted_DKV[:rest]
 
 
-def _keys(sequences: list[SequenceState], count: int) -> tuple[Tensor, Tensor]:
-    """Key and position, for `count` positions of each sequence from the first one on that is not decided."""
+def _keys(sequences: list[SequenceState], offset_J: Tensor) -> tuple[Tensor, Tensor]:
+    """Key and position of each sequence, at offsets from its first position that is not decided."""
     states = [_state(sequence) for sequence in sequences]
-    device = states[0].draft_G.device
-    key_B1, position_B1 = as_columns([(each.request.key, state.position) for each, state in zip(sequences, states, strict=True)], device)
-    return key_B1.repeat(1, count).flatten(), (position_B1 + torch.arange(count, device=device)).flatten()
+    values = [(each.request.key, state.position) for each, state in zip(sequences, states, strict=True)]
+    key_B1, position_B1 = as_columns(values, offset_J.device)
+    return key_B1.repeat(1, len(offset_J)).flatten(), (position_B1 + offset_J).flatten()
 
 
 def _present(slots: Slots, sequences: list[SequenceState], count: int, vocabulary: int) -> Tensor:

@@ -1,10 +1,11 @@
 """The forward pass of mode self-speculative: it verifies drafts and predicts the next ones.
 
-Its queries are `[clean tokens | drafts | masks after 0 drafts | masks after 1 draft | ...]`, each part as wide as the longest needs. Clean
-tokens and drafts are read from left to right; the masks after g drafts see the clean tokens, these drafts and each other. So the next
-drafts are there wherever the first refusal is (as in TiDAR, Liu et al. 2025).
+Its queries are `[clean tokens | drafts | masks after node 0 | masks after node 1 | ...]`, each part as wide as the longest needs. Node 0
+is the clean text, and each other node a draft. A draft sees the clean tokens and the path of the tree that leads to it, as in reading from
+left to right; the masks after a node see what it sees, itself and each other. So the next drafts are there wherever the path of kept drafts
+ends (as in TiDAR, Liu et al. 2025).
 
-Shapes: B sequences of a pass, Q queries, G drafts, W masks after each number of drafts, R rows of logits, V vocabulary.
+Shapes: B sequences of a pass, Q queries, K keys, G drafts, J = 1 + G nodes, W masks after each, R rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from unmask.generation.engine.cached_forward import Queries, run_pass
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
+from unmask.generation.speculation import Tree, draft_tree
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -29,34 +31,38 @@ class _Plan:
     num_clean: int
     num_drafts: int
     num_masks: int
-    group_Q: Tensor  # -1: clean tokens and drafts, else the number of drafts before these masks
+    depth_J: Tensor
+    group_Q: Tensor  # -1: clean tokens and drafts, else the node before these masks
     inside_Q: Tensor  # the number of a mask in its group
     offset_Q: Tensor  # the position after the first one that is not decided
+    path_QG: Tensor  # the drafts that a query sees
 
 
 def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> Tensor:
     """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last clean token predicts the
     first one."""
-    clean_BJV, masked_BJGV = speculative_pass(lm, slots, entries, skipped=0)
+    clean_BJV, masked_BJGV = speculative_pass(lm, slots, entries, draft_tree(0, 1), skipped=0)
     return torch.cat([clean_BJV, masked_BJGV[:, 0]], 1) if lm.logit_shift else masked_BJGV[:, 0]
 
 
 def speculative_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], skipped: int = 1, cache: SlotCache | None = None
+    lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], tree: Tree, skipped: int = 1, cache: SlotCache | None = None
 ) -> tuple[Tensor, Tensor]:
     """Run the pass. Where a sequence has fewer drafts, masks or positions than others, the results are undefined.
 
     Args:
+        tree: whose first nodes the drafts are.
         skipped: the masks of each group whose tokens are not predicted.
         cache: another cache than that of the slots.
 
     Returns:
-        [B, 1 + G, V]: the causal reading's logits of the token at `base`, and of the token after each draft.
-        [B, 1 + G, W - skipped, V]: for the masks after each number of drafts, the logits of their tokens without the first ones; with a
-        logit shift, never that of the first one, which the token before it predicts.
+        [B, J, V]: the causal reading's logits of the token after each node.
+        [B, J, W - skipped, V]: for the masks after each node, the logits of their tokens without the first ones; with a logit shift, never
+        that of the first one, which the token before it predicts.
     """
-    plan = _plan(entries, slots.ids_SC.device)
-    queries = _queries(lm, slots, entries, plan)
+    plan = _plan(entries, tree, slots.ids_SC.device)
+    columns = max(entry.num_columns for entry in entries)
+    queries = _queries(lm, slots, entries, plan, columns)
     text, groups, shift = plan.num_clean + plan.num_drafts, plan.num_drafts + 1, int(lm.logit_shift)
     width, count = plan.num_masks, len(plan.group_Q)
     mask_GW = torch.arange(text, count, device=plan.group_Q.device).view(groups, width)
@@ -64,43 +70,49 @@ def speculative_pass(
     predicting_GW = mask_GW[:, max(skipped - shift, 0) : max(width - shift, 0)]
     row_R = torch.cat([causal_G, predicting_GW.flatten()])
     index_BR = torch.arange(len(entries), device=row_R.device)[:, None] * count + row_R
-    columns = max(entry.num_columns for entry in entries)
     logits_NV = run_pass(lm, slots, entries, queries, columns, index_BR.flatten(), windows=True, cache=cache)
     logits_BRV = logits_NV.unflatten(0, index_BR.shape)
     return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, predicting_GW.shape)
 
 
-def _plan(entries: Sequence[SpeculativeEntry], device: torch.device) -> _Plan:
+def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device) -> _Plan:
     num_clean = max(entry.base - entry.first for entry in entries)
     drafts, width = max(len(entry.draft_G) for entry in entries), max(entry.num_masks for entry in entries)
-    text, groups = num_clean + drafts, torch.arange(drafts + 1, device=device)
-    group_Q = F.pad(groups.repeat_interleave(width), (text, 0), value=-1)
+    text, node_J = num_clean + drafts, torch.arange(drafts + 1, device=device)
+    group_Q = F.pad(node_J.repeat_interleave(width), (text, 0), value=-1)
     inside_Q = F.pad(torch.arange(width, device=device).repeat(drafts + 1), (text, 0))
-    offset_Q = torch.where(group_Q < 0, torch.arange(len(group_Q), device=device) - num_clean, group_Q + inside_Q)
-    return _Plan(num_clean, drafts, width, group_Q, inside_Q, offset_Q)
+    depth_J, path_JG = tree.depth_J[: drafts + 1].to(device), tree.path_JJ[: drafts + 1, 1 : drafts + 1].to(device)
+    node_Q = torch.cat([node_J.new_zeros(num_clean), node_J[1:], group_Q[text:]])
+    offset_Q = depth_J[node_Q] + inside_Q - (group_Q < 0).long()
+    offset_Q[:num_clean] = torch.arange(-num_clean, 0, device=device)
+    return _Plan(num_clean, drafts, width, depth_J, group_Q, inside_Q, offset_Q, path_JG[node_Q])
 
 
-def _queries(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], plan: _Plan) -> Queries:
+def _queries(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry], plan: _Plan, columns: int) -> Queries:
     assert slots.cache is not None
     extents = [(entry.slot, entry.first, entry.base, entry.length, len(entry.draft_G), entry.num_masks) for entry in entries]
     slot_B1, first_B1, base_B1, length_B1, drafts_B1, masks_B1 = as_columns(extents, plan.group_Q.device)
     group_Q, position_BQ = plan.group_Q, base_B1 + plan.offset_Q
-    text_BQ = (group_Q < 0) & (position_BQ >= first_B1) & (plan.offset_Q < drafts_B1)
+    number_Q = torch.arange(len(group_Q), device=group_Q.device) - plan.num_clean  # of a draft, from 0
+    text_BQ = (group_Q < 0) & (position_BQ >= first_B1) & (number_Q < drafts_B1)
     masked_BQ = (group_Q >= 0) & (group_Q <= drafts_B1) & (plan.inside_Q < masks_B1) & (position_BQ < length_B1)
     position_BQ = torch.where(text_BQ | masked_BQ, position_BQ, 0)
     ids_BQ = slots.ids_SC[slot_B1, position_BQ].masked_fill(masked_BQ, lm.mask_token_id)
     for member, entry in enumerate(entries):
         ids_BQ[member, plan.num_clean : plan.num_clean + len(entry.draft_G)] = entry.draft_G
     start_BQ = base_B1 + drafts_B1 + group_Q * masks_B1  # the first column of a group; masks past the end of the sequence have none
-    stop_BQ = start_BQ + torch.minimum(masks_B1, length_B1 - base_B1 - group_Q)
-    column_BQ = torch.where(masked_BQ, start_BQ + plan.inside_Q, position_BQ)
+    stop_BQ = start_BQ + torch.minimum(masks_B1, length_B1 - base_B1 - plan.depth_J[group_Q])
+    column_BQ = torch.where(masked_BQ, start_BQ + plan.inside_Q, base_B1 + number_Q)
+    path_PQ = F.pad(plan.path_QG, (1, 1)).T  # no query sees what is before or after all drafts as a draft
+    drafted_BK = (torch.arange(columns, device=group_Q.device) - base_B1).clamp(-1, plan.num_drafts) + 1
     return Queries(
         position_BQ=position_BQ,
         real_BQ=text_BQ | masked_BQ,
         copy_BQ=torch.where(masked_BQ, 1 + group_Q, 0),
         column_BQ=torch.where(text_BQ | masked_BQ, column_BQ, slots.cache.shape[1]),
-        end_BQ=torch.where(masked_BQ, base_B1 + group_Q, position_BQ + 1),
+        end_BQ=torch.where(number_Q < 0, position_BQ + 1, base_B1),
         ids_BQ=ids_BQ,
         hidden_BQ=masked_BQ,
         draft_BQ2=torch.stack([start_BQ, stop_BQ], -1).where(masked_BQ[..., None], 0),
+        path_BQK=path_PQ[drafted_BK].transpose(1, 2),
     )

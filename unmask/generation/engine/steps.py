@@ -28,8 +28,8 @@ class Speculation:
 
     position: int  # of the first token that is not decided
     num_drafter_cached: int  # positions whose keys the drafting model has cached, where another one verifies
-    draft_G: Tensor  # tokens from there on
-    drafted_GV: Tensor  # the distributions that they were drawn from
+    draft_G: Tensor  # the tokens of the first nodes of the tree
+    drafted_DKV: Tensor  # the distributions that the candidates at each depth were drawn from
     num_drafted: int = 0  # tokens so far that were verified
     num_accepted: int = 0  # and kept
 

@@ -97,6 +97,26 @@ class RemoteLM:
             forward_passes=[len(ids) for ids in tokens],
         )
 
+    def prompt_log_probs(self, ids: Sequence[int], top: int) -> list[dict[int, float]]:
+        """For each position of a text the log-probabilities, at temperature 1, of its token and of the likeliest ones: {} for the first.
+
+        Args:
+            top: how many of the likeliest; -1: all.
+
+        Raises:
+            GenerationError: the server gives fewer.
+            RemoteError: it accepts no requests, refuses this one or does not answer.
+        """
+        body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": top}
+        try:
+            answer = self.http.call("POST", "/v1/completions", json=body)
+        except RemoteError as error:
+            if error.status == 400 and "logprobs" in str(error):
+                remedy = "Start it with --max-logprobs -1, or decode greedily with few forbidden tokens"
+                raise GenerationError(f"the server refuses {top} log-probabilities a token", where="verifier", remedy=remedy) from error
+            raise
+        return self.http.read(answer, prompt_log_probs)
+
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Send new weights to the server, and clear its prefix cache.
 
@@ -178,6 +198,11 @@ class RemoteLM:
         if choice.get("finish_reason") == "abort":
             raise self.http.error("the server aborted a completion", "Check the server's log")
         return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
+
+
+def prompt_log_probs(answer: Any) -> list[dict[int, float]]:
+    """The log-probabilities of tokens at each position of a prompt."""
+    return [{int(token): float(one["logprob"]) for token, one in (each or {}).items()} for each in answer["choices"][0]["prompt_logprobs"]]
 
 
 def base_models(answer: Any) -> list[str]:

@@ -1,0 +1,100 @@
+"""Drafts that a server verifies give its text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.generation.tiny_models import PROMPTS, tiny
+from unmask.config.run import SamplerConfig
+from unmask.data.characters import character_tokenizer
+from unmask.errors import GenerationError
+from unmask.generation import sampler
+from unmask.generation.remote.http import RemoteError
+from unmask.generation.remote.verify import distribution, leaves_of
+from unmask.generation.remote.vllm_client import RemoteLM, prompt_log_probs
+from unmask.generation.speculation import draft_tree
+
+MODE = {"mode": "self-speculative", "max_new_tokens": 9, "batch_size": 3}
+
+
+class Served(RemoteLM):
+    """A causal model that answers as its server would."""
+
+    def __init__(self, lm, most=20):
+        self.lm, self.tokenizer, self.most, self.tops = lm, lm.tokenizer, most, []
+
+    def prompt_log_probs(self, ids, top):
+        self.tops.append(top)
+        log_prob_TV = self.lm.logits(torch.tensor([ids])).detach().log_softmax(-1)[0]
+        known = [{}]
+        for position, token in enumerate(ids[1:], start=1):
+            best = log_prob_TV[position].topk(log_prob_TV.shape[1] if top == -1 else top).indices.tolist()
+            known.append({each: float(log_prob_TV[position, each]) for each in {*best, token}})
+        return known
+
+
+def pair():
+    return tiny("phi", "block_causal", 4, True, causal_context=True), tiny("gpt2", "causal", eos_bias=-1.0)
+
+
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("more", [{}, {"forbidden_tokens": [5, 6]}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
+def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
+    lm, verifier = pair()
+    config, server = SamplerConfig(**MODE, candidates=candidates, **more), Served(verifier)
+    found, expected = (sampler.generate(lm, PROMPTS, config, verifier=each) for each in (server, verifier))
+    assert (found.tokens, found.forward_passes, found.accepted_drafts) == (
+        expected.tokens,
+        expected.forward_passes,
+        expected.accepted_drafts,
+    )
+    for one, other in zip(found.log_probs, expected.log_probs, strict=True):
+        assert one == pytest.approx(other, abs=1e-9)
+    assert {*server.tops} == ({-1} if "temperature" in more else {4 if more else 2})
+
+
+def test_the_rest_of_the_probability_is_spread_evenly():
+    assert distribution({1: -0.5, 3: -2.0}, 5).exp().tolist() == pytest.approx(
+        [(1 - 0.606531 - 0.135335) / 3, 0.606531, *[(1 - 0.606531 - 0.135335) / 3], 0.135335, (1 - 0.606531 - 0.135335) / 3], abs=1e-6
+    )
+    assert distribution({0: -0.6931471805599453, 1: -0.6931471805599453}, 2).exp().tolist() == pytest.approx([0.5, 0.5])
+
+
+@pytest.mark.parametrize(("drafts", "candidates"), [(1, 1), (3, 1), (3, 4), (7, 8)])
+def test_paths_to_the_leaves_hold_every_node(drafts, candidates):
+    tree = draft_tree(drafts, candidates)
+    for count in range(1, len(tree.children) + 1):
+        paths = leaves_of(tree, count)
+        assert {node for path in paths for node in path} == set(range(1, count))
+        assert all(path == sorted(path) and tree.depth_J[path].tolist() == [*range(1, len(path) + 1)] for path in paths)
+
+
+def test_an_answer_is_read_by_token():
+    answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -3, "rank": 9}}]}]}
+    assert prompt_log_probs(answer) == [{}, {7: -0.5, 2: -3.0}]
+
+
+def test_a_penalty_is_refused():
+    lm, verifier = pair()
+    with pytest.raises(GenerationError, match="repetition_penalty and verifier: changes logits"):
+        sampler.generate(lm, PROMPTS, SamplerConfig(**MODE, repetition_penalty=1.5), verifier=Served(verifier))
+
+
+def test_a_server_with_another_tokenizer_is_refused():
+    lm, verifier = pair()
+    server = Served(verifier)
+    server.tokenizer = character_tokenizer("abcdeg")
+    with pytest.raises(GenerationError, match="verifier: 2 entries differ from those of the drafting model's tokenizer"):
+        sampler.generate(lm, PROMPTS, SamplerConfig(**MODE), verifier=server)
+
+
+def test_a_server_that_gives_too_few_is_named(monkeypatch):
+    class Http:
+        def call(self, *_, **__):
+            raise RemoteError("a vLLM server answered 400: prompt_logprobs of -1 exceeds 20", status=400)
+
+    server = Served(pair()[1])
+    server.http, server.model = Http(), "m"
+    with pytest.raises(GenerationError, match=r"verifier: the server refuses -1 log-probabilities a token\. Start it with --max-logprobs"):
+        RemoteLM.prompt_log_probs(server, [1, 2], -1)
