@@ -284,7 +284,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
     SamplerConfig(**COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
-    SamplerConfig(mode="self-speculative", drafts=3, temperature=1.0),
+    SamplerConfig(mode="self-speculative", drafts=3, candidates=2, temperature=1.0),
 ]
 
 

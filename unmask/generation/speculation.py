@@ -69,7 +69,7 @@ def num_columns(lm: DiffusionLM, config: SamplerConfig) -> int:
 
 @cache
 def draft_tree(drafts: int, candidates: int) -> Tree:
-    """The `drafts * candidates` likeliest nodes, where the r-th candidate of a position is kept with a chance of 1 / (3r): about what was
+    """The `drafts * candidates` likeliest nodes, where the r-th candidate of a position is kept with a chance of 1 / (3r): roughly what was
     measured (docs/results.md). A position has at most 2 * candidates - 1, so that with one candidate the tree is a chain."""
     paths: list[tuple[int, ...]] = []
     heap: list[tuple[int, tuple[int, ...]]] = [(3, (1,))]
