@@ -1,15 +1,16 @@
 """Training on gaps of unknown length, with the expand and delete tokens of `unmask.models.length_tokens` (after DreamOn, Wu et al. 2026,
 arXiv 2602.01326).
 
-A gap of L tokens x_1 ... x_L, of which some are revealed, is shown as K positions; K does not depend on L. Up to the last revealed token
-there is a position for each token, with the mask token where it is hidden. After it all positions are open and show the expand token.
-The target of position i is x_i; delete, if i > L; and expand, if i = K < L: the rest of the gap, merged into one position. So
+In an open gap some tokens are known to be there, and r tokens are missing after the last revealed one. Hidden tokens before that one show
+the mask token. After it there are K positions, whatever r is, which show the expand token. The i-th has as its target the i-th missing
+token; delete, if i > r; and expand, if i = K < r: the rest, merged into one position. A model cannot tell revealed tokens of a gap from the
+text before it. So r is uniform from 0 to max_gap, however many are revealed, and no length is favoured beforehand at any step:
 
-    p(delete at i) = p(L < i),    p(expand at K) = p(L > K),    given what is visible and that the gap has up to max_gap tokens.
+    p(delete at i) = p(r < i),    p(expand at K) = p(r > K),    given what is visible.
 
 A sampler that expands the last position, or deletes the positions after the end, reaches only such canvases. In a quarter of the gaps the
-length is told: all hidden tokens show the mask token, and have positions. Half of the rows are shown without the end token at their end,
-as texts to fill have none.
+length is told: all hidden tokens show the mask token. Half of the rows are shown without the end token at their end, as texts to fill have
+none.
 
 The loss of a row is -mean log p(target) over its hidden positions, times its tokens: the masked-diffusion loss with exact counts.
 
@@ -34,7 +35,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
 
 TOLD = 0.25  # of the gaps
-NUMBERS = 6  # random numbers of a gap
+NUMBERS = 7  # random numbers of a gap
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class _Row:
     def cells(self) -> list[Cell]:
         """The canvas."""
         parts, last = list[list[Cell]](), 0
-        for gap, numbers in self._gaps():
-            cells = self._gap(gap, numbers)
+        for gap, missing, numbers in self._gaps():
+            cells = self._gap(gap, missing, numbers)
             self.room -= max(0, len(cells) - len(gap))
             parts += [self._text(last, gap[0]), cells]
             last = gap[-1] + 1
@@ -131,41 +132,48 @@ class _Row:
     def _text(self, start: int, stop: int) -> list[Cell]:
         return [(self.ids[place], self.ids[place], False, self.documents[place]) for place in range(start, stop)]
 
-    def _gaps(self) -> Iterator[tuple[list[int], Sequence[float]]]:
-        """The places of each gap, in order, and its other random numbers. Each is in a stretch of its own, whose last token stays visible
-        if another stretch follows."""
+    def _gaps(self) -> Iterator[tuple[list[int], int | None, Sequence[float]]]:
+        """The places of each gap, in order; how many of its tokens are missing at the end (None: its length is told); and the rest of its
+        random numbers. Each gap is in a stretch of its own, whose last token stays visible if another stretch follows."""
         count = max(1, len(self.places) // (2 * self.max_gap))
         for gap in range(count):
             first, stop = len(self.places) * gap // count, len(self.places) * (gap + 1) // count
             stretch = self.places[first : stop - (gap < count - 1)]
             if not stretch:
                 continue
-            long, begin, *numbers = self.numbers[NUMBERS * gap : NUMBERS * (gap + 1)]
-            size = 1 + int(long * min(self.max_gap, len(stretch)))
+            told, long, rest, begin, *numbers = self.numbers[NUMBERS * gap : NUMBERS * (gap + 1)]
+            missing = 0 if told < TOLD else int(rest * (self.max_gap + 1))
+            known = 1 + int(long * self.max_gap) if told < TOLD else int(long * (self.max_gap - missing + 1))
+            size = min(max(1, missing + known), len(stretch))
             start = int(begin * (len(stretch) - size + 1))
             places = stretch[start : start + size]
             together = [self._follows(one, other) for one, other in pairwise(places)]
-            yield places[: together.index(False) + 1 if False in together else None], numbers
+            places = places[: together.index(False) + 1 if False in together else None]
+            yield places, None if told < TOLD else min(missing, len(places)), numbers
 
     def _follows(self, one: int, other: int) -> bool:
         return other == one + 1 and self.documents[one] == self.documents[other]
 
-    def _gap(self, places: Sequence[int], numbers: Sequence[float]) -> list[Cell]:
+    def _gap(self, places: Sequence[int], missing: int | None, numbers: Sequence[float]) -> list[Cell]:
         """The positions of a gap."""
         lm, length, document = self.lm, len(places), self.documents[places[0]]
         tokens = [self.ids[place] for place in places]
-        told, noise, ordered, size = numbers
-        count = 1 + int(noise * length) if told < TOLD else int(noise * (length + 1))  # of hidden tokens
-        ranked = sorted(range(length), key=lambda index: -index if ordered < 0.5 else self.order[places[index]])
+        noise, ordered, size = numbers
+        known = length if missing is None else length - missing  # tokens that are there for sure, the last of them revealed
+        count = 1 + int(noise * length) if missing is None else int(noise * known)  # of these that are hidden
+        if ordered < 0.5:  # as when they were revealed from left to right
+            ranked = list(reversed(range(known)))
+            count = count if missing is None else 0
+        else:
+            ranked = sorted(range(known - (missing is not None)), key=lambda index: self.order[places[index]])
         hidden = set(ranked[:count])
-        cells = [(lm.mask_token_id if n in hidden else token, token, n in hidden, document) for n, token in enumerate(tokens)]
-        revealed = 1 + max((n for n in range(length) if n not in hidden), default=-1)
-        longest = min(self.max_gap, length + self.room)
-        if told < TOLD or revealed >= longest:
+        cells = [(lm.mask_token_id if n in hidden else token, token, n in hidden, document) for n, token in enumerate(tokens[:known])]
+        longest = 0 if missing is None else min(self.max_gap, missing + self.room)
+        if longest == 0:
             return cells
-        positions = revealed + 1 + int(size * (longest - revealed))
-        assert lm.expand_token_id is not None and lm.delete_token_id is not None
-        targets = [*tokens[revealed:positions], *[lm.delete_token_id] * (positions - length)]
-        if length > positions:
+        assert missing is not None and lm.expand_token_id is not None and lm.delete_token_id is not None
+        positions = 1 + int(size * longest)
+        targets = [*tokens[known : known + positions], *[lm.delete_token_id] * (positions - missing)]
+        if missing > positions:
             targets[-1] = lm.expand_token_id
-        return cells[:revealed] + [(lm.expand_token_id, target, True, document) for target in targets]
+        return cells + [(lm.expand_token_id, target, True, document) for target in targets]
