@@ -116,8 +116,6 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
             elif tokens[place] not in (expand, delete):
                 values = [getattr(decisions[place], name) for name in RECORDS]
                 cells[place] = (gap, tokens[place], passes, tuple(0.0 if value is None else float(value) for value in values))
-                if config.temperature == 0:
-                    moved.pop(gap, None)
         passes += 1
     gaps, ids, steps, records = (list(column) for column in zip(*cells, strict=True))
     return OpenText(text.key, ids, [False] * len(ids), gaps, steps, records, passes)

@@ -4,10 +4,10 @@ The positions of a gap after its last revealed token are open; at first all are.
 it, and the last one may become two. As the model was trained (`unmask.supervised.variable_length`), p(delete at i) is the probability that
 the gap has fewer than i tokens, and p(expand) that it has more tokens than positions.
 
-At temperatures above 0 a gap that has expanded is not deleted from, and one that was deleted from does not expand: the draws said that it
-has at least, or at most, so many tokens. From left to right, gaps of up to `FIRST_POSITIONS` tokens then have exactly the model's
-distribution; in other cases the tokens before are drawn without this knowledge. At temperature 0 an event is taken if it is more probable
-than not, thus at first the median length; a token that is revealed is new evidence, after which the gap may go either way.
+A gap that has expanded is not deleted from, and one that was deleted from does not expand: it was decided that it has at least, or at most,
+so many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS` tokens then have exactly the model's distribution; in other cases
+the tokens before are drawn without this knowledge. At temperature 0 an event is taken if it is more probable than not, thus at first the
+median length.
 
 `naive.fill_gaps` defines the tokens. Shapes: N hidden positions of the running texts, B texts, T positions, V vocabulary.
 """
@@ -231,9 +231,6 @@ def _reveal(
                 text.delete(gone)
         else:
             text.ids[position], text.hidden[position], text.steps[position], text.records[position] = token, False, text.passes, record
-            if config.temperature == 0:
-                text.grown.discard(text.gap[position])
-                text.shrunk.discard(text.gap[position])
 
 
 def _column(decision: Decision, name: str) -> list[float]:
