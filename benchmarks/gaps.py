@@ -4,12 +4,14 @@
 
 The model is bidirectional (`unmask convert --recipe full`). A gap of 1 to 16 tokens is cut out at random of each text. The table compares
 `unmask.infill(length="auto")` with the same model told the length, and with other rules for choosing a length, for which every length was
-tried and filled in: they read the log-probability of the gap as filled in.
+tried and filled in: they read the log-probability of the gap as filled in. A model of `unmask sft --recipe variable-length` finds lengths
+while it fills the gaps; then the search is a row of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -20,7 +22,10 @@ import torch
 import unmask
 from benchmarks.harness import heading
 from unmask.data.sources import load_rows
+from unmask.diffusion.log_probs import view_log_probs
+from unmask.diffusion.views import Views
 from unmask.generation.gap_lengths import ROUNDS, GapScorer, find_lengths
+from unmask.generation.output import Generation
 
 LONGEST = 16
 BUCKETS = ((1, 2), (3, 4), (5, 8), (9, 16))
@@ -35,10 +40,11 @@ class Gap(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A gap as filled in, and the sum of its tokens' log-probabilities."""
+    """A gap as filled in, the sum of its tokens' log-probabilities, and the forward passes that this took."""
 
     tokens: list[int]
     log_prob: float
+    forward_passes: int
 
 
 def cut(lm: unmask.DiffusionLM, texts: Sequence[str], count: int, context: int) -> list[Gap]:
@@ -56,11 +62,30 @@ def cut(lm: unmask.DiffusionLM, texts: Sequence[str], count: int, context: int) 
 def filled(lm: unmask.DiffusionLM, gaps: Sequence[Gap], lengths: Sequence[int], config: unmask.SamplerConfig) -> list[Filled]:
     """Each gap, filled with this many tokens."""
     canvases = [[*gap.before, *[lm.mask_token_id] * length, *gap.after] for gap, length in zip(gaps, lengths, strict=True)]
-    generation, out = unmask.infill(lm, canvases, config), []
-    for gap, length, tokens, log_probs in zip(gaps, lengths, generation.tokens, generation.log_probs, strict=True):
-        inside = slice(len(gap.before), len(gap.before) + length)
-        out.append(Filled(tokens[inside], sum(log_probs[inside])))
+    return insides(gaps, unmask.infill(lm, canvases, config))
+
+
+def insides(gaps: Sequence[Gap], generation: Generation) -> list[Filled]:
+    """What is between the texts on both sides."""
+    out = []
+    for gap, tokens, log_probs, passes in zip(gaps, generation.tokens, generation.log_probs, generation.forward_passes, strict=True):
+        inside = slice(len(gap.before), len(tokens) - len(gap.after))
+        out.append(Filled(tokens[inside], sum(log_probs[inside]), passes))
     return out
+
+
+@torch.no_grad()
+def likelihood(lm: unmask.DiffusionLM, gaps: Sequence[Gap], found: Sequence[Filled]) -> float:
+    """The geometric mean of the probability of a token of the filled gaps, each given the text on both sides and the tokens before it in
+    the gap, by the model that is told the length."""
+    total = 0.0
+    for gap, each in zip(gaps, found, strict=True):
+        ids_1T = torch.tensor([[*gap.before, *each.tokens, *gap.after]])
+        column_T, place_M1 = torch.arange(ids_1T.shape[1]), len(gap.before) + torch.arange(len(each.tokens))[:, None]
+        target_1MT = (column_T == place_M1)[None]
+        hidden_1MT = ((column_T >= place_M1) & (column_T < len(gap.before) + len(each.tokens)))[None]
+        total += float(view_log_probs(lm, ids_1T, None, Views(hidden_1MT, target_1MT, target_1MT.float())).sum())
+    return math.exp(total / sum(len(each.tokens) for each in found))
 
 
 @torch.no_grad()
@@ -71,7 +96,7 @@ def all_scores(lm: unmask.DiffusionLM, gap: Gap, max_gap: int) -> dict[int, floa
     return dict(zip(lengths, scorer.scores(lengths, 0, ROUNDS[-1]), strict=True))
 
 
-def row(name: str, gaps: Sequence[Gap], found: Sequence[Filled]) -> str:
+def row(name: str, gaps: Sequence[Gap], found: Sequence[Filled], likelihood: float | None = None) -> str:
     """The figures of a rule, in all and by length."""
 
     def share(hits: Sequence[bool]) -> str:
@@ -82,7 +107,8 @@ def row(name: str, gaps: Sequence[Gap], found: Sequence[Filled]) -> str:
     error = statistics.mean(abs(len(gap.missing) - len(each.tokens)) for gap, each in zip(gaps, found, strict=True))
     parts = [[n for n, gap in enumerate(gaps) if low <= len(gap.missing) <= high] for low, high in BUCKETS]
     by_length = "  ".join(f"{share([same_length[n] for n in part])} {share([same[n] for n in part])}" for part in parts)
-    return f"{name:<42} {share(same_length)} {share(same)} {error:5.2f}  {by_length}"
+    measured = "" if likelihood is None else f"  {100 * likelihood:5.1f}% a token"
+    return f"{name:<42} {share(same_length)} {share(same)} {error:5.2f}  {by_length}{measured}"
 
 
 def main() -> None:
@@ -101,13 +127,29 @@ def main() -> None:
         f"{heading()}\n{len(gaps)} gaps of 1 to {LONGEST} tokens; lengths up to {options.max_gap}; length found, gap as it was, mean error"
     )
     print(f"{'':<42} {'':>20}  " + "  ".join(f"{f'{low} to {high}':>13}" for low, high in BUCKETS))
-    print(row("length told", gaps, filled(lm, gaps, [len(gap.missing) for gap in gaps], config)), flush=True)
+    told = filled(lm, gaps, [len(gap.missing) for gap in gaps], config)
+    print(row("length told", gaps, told, likelihood(lm, gaps, told)), flush=True)
+    if lm.expand_token_id is not None:
+        compare_trained(lm, gaps, told, config, options.max_gap)
     searched = find_lengths(lm, [[gap.before, gap.after] for gap in gaps], config, options.max_gap, "<gap>")
-    print(row("length searched", gaps, filled(lm, gaps, [text.gaps[0].length for text in searched], config)))
+    fills = filled(lm, gaps, [text.gaps[0].length for text in searched], config)
+    print(row("length searched", gaps, fills, likelihood(lm, gaps, fills)))
     passes = statistics.mean(text.gaps[0].forward_passes for text in searched)
     print(f"  the search: {passes:.0f} passes a gap; all lengths: {2 * ROUNDS[-1] * options.max_gap}", flush=True)
     if options.rules:
         compare_rules(lm, gaps, options.max_gap, config)
+
+
+def compare_trained(
+    lm: unmask.DiffusionLM, gaps: Sequence[Gap], told: Sequence[Filled], config: unmask.SamplerConfig, max_gap: int
+) -> None:
+    """A row for the length that the model finds while it fills the gap, and the paired difference of exact matches from the length told."""
+    found = insides(gaps, unmask.infill(lm, [[gap.before, gap.after] for gap in gaps], config, length="auto", max_gap=max_gap))
+    print(row("length found while filling", gaps, found, likelihood(lm, gaps, found)))
+    differences = [(gap.missing == one.tokens) - (gap.missing == other.tokens) for gap, one, other in zip(gaps, found, told, strict=True)]
+    error = 196 * statistics.stdev(differences) / math.sqrt(len(differences))
+    passes = ", ".join(f"{statistics.mean(each.forward_passes for each in fills):.1f}" for fills in (told, found))
+    print(f"  exact matches: {100 * statistics.mean(differences):+.1f} +- {error:.1f} points; passes told, found: {passes}", flush=True)
 
 
 def compare_rules(lm: unmask.DiffusionLM, gaps: Sequence[Gap], max_gap: int, config: unmask.SamplerConfig) -> None:

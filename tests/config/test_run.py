@@ -212,7 +212,9 @@ def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
 
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
-    verb = {"sft": SFTConfig, "quality": SFTConfig}.get(path.stem.split("-")[0], TrainingConfig)  # of recipes for one verb
+    verb = {"sft": SFTConfig, "quality": SFTConfig, "variable": SFTConfig}.get(
+        path.stem.split("-")[0], TrainingConfig
+    )  # of recipes for one verb
     kind = {"conversion": ConvertConfig, "preference": DPOConfig, "rl": GRPOConfig}.get(path.parent.name, verb)
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)

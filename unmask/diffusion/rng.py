@@ -34,6 +34,7 @@ class Stream(IntEnum):
     DRAFT = 8
     ACCEPT = 9
     REVISION = 10
+    GAP = 11
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -63,6 +63,13 @@ def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, m
 
     Arguments and errors are those of `unmask.infill`.
     """
+    parted = checked_segments(lm, texts, config, max_gap, gap_mark)
+    with evaluating(lm):
+        return [_find(lm, segments, config, max_gap, f"text {index}") for index, segments in enumerate(parted)]
+
+
+def checked_segments(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[list[list[int]]]:
+    """The ids between the gaps of each text. Arguments and errors are those of `unmask.infill`."""
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
         remedy = "Use a bidirectional model (unmask convert --recipe full), or unmask.fim_prompt for a causal model that knows such prompts"
@@ -73,8 +80,7 @@ def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, m
     parted = _all_segments(lm, texts, gap_mark)
     for index, segments in enumerate(parted):
         _check(lm, segments, max_gap, f"text {index}")
-    with evaluating(lm):
-        return [_find(lm, segments, config, max_gap, f"text {index}") for index, segments in enumerate(parted)]
+    return parted
 
 
 def search(choices: Sequence[int], score: Callable[[Sequence[int], int, int], Sequence[float]]) -> dict[int, float]:

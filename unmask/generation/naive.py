@@ -18,10 +18,12 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.policies import Decision, count_remasked, decide, guide
-from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests
+from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests, without_ends
 from unmask.generation.revise import doubts, present_log_probs
 from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
+from unmask.generation.variable_length import RECORDS, OpenText, decide_open, make_filled, open_texts
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.length_tokens import predicting_lengths
 from unmask.models.model_state import evaluating
 
 
@@ -50,6 +52,73 @@ def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
         else:
             traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
+
+
+def fill_gaps(
+    lm: DiffusionLM,
+    texts: Sequence[Any],
+    config: SamplerConfig | None = None,
+    keys: Sequence[int] | None = None,
+    *,
+    max_gap: int = 64,
+    gap_mark: str = "<gap>",
+) -> Generation:
+    """Fill gaps whose length the model finds, one text at a time. Arguments, errors and tokens are those of `unmask.infill` with
+    `length="auto"` and a model that was trained for it."""
+    opened, config = open_texts(lm, texts, without_ends(lm, config or SamplerConfig()), keys, max_gap, gap_mark)
+    with evaluating(lm):
+        return make_filled(lm, [_fill(lm, text, config, max_gap) for text in opened], config)
+
+
+@torch.no_grad()
+def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) -> OpenText:
+    """The text, filled. A cell is a position: its gap, its token (None: hidden), the step that revealed it, and the record of this."""
+    hidden = zip(text.gap, text.ids, text.hidden, strict=True)
+    cells: list[tuple[int, int | None, int, tuple]] = [
+        (gap, None if is_hidden else token, -1, (0.0,) * 3) for gap, token, is_hidden in hidden
+    ]
+    moved: dict[int, int | None] = {}  # the gaps that have expanded or were deleted from, and the token that did it
+    passes, expand, delete = 0, lm.expand_token_id, lm.delete_token_id
+
+    def may(place: int) -> list[bool]:
+        own = [other for other, cell in enumerate(cells) if cell[0] == cells[place][0]]
+        still = cells[place][0] >= 0 and all(cells[other][1] is None for other in own if other >= place)
+        last, done = place == own[-1], moved.get(cells[place][0])
+        return [still and last and len(own) < max_gap and done != delete, still and len(own) > 1 and done != expand, still]
+
+    while any(token is None for _, token, _, _ in cells):
+        shown = [(expand if may(place)[2] else lm.mask_token_id) if cell[1] is None else cell[1] for place, cell in enumerate(cells)]
+        hidden_1T = torch.tensor([[token is None for _, token, _, _ in cells]], device=lm.device)
+        logits_TV = predicting_lengths(lm).logits(torch.tensor([shown], device=lm.device), hidden_BT=hidden_1T)[0]
+        present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
+        present_1V[0, [lm.mask_token_id if token is None else token for _, token, _, _ in cells]] = True
+        decisions = {}
+        for place in hidden_1T[0].nonzero().flatten().tolist():
+            key_1, step_1, place_1 = (torch.tensor([number], device=lm.device) for number in (text.key, passes, place))
+            may_12 = torch.tensor([may(place)[:2]], device=lm.device)
+            decisions[place] = decide_open(lm, logits_TV[place][None], may_12, config, key_1, step_1, place_1, present_1V)
+        order = sorted(decisions, key=lambda place: (-float(decisions[place].priority_N), place))
+        count = _num_accepted(order, decisions, config) if config.parallel else config.tokens_per_step or 1
+        tokens = {place: int(decision.token_N) for place, decision in decisions.items()}
+        gone = len(cells)
+        for place in sorted(order[:count], reverse=True):
+            if place >= gone:
+                continue
+            gap, (expands, deletes, _) = cells[place][0], may(place)
+            if tokens[place] == expand and expands:
+                cells[place:place], moved[gap] = [cells[place]], expand
+            elif tokens[place] == delete and deletes:
+                first = [cell[0] for cell in cells].index(gap) + 1
+                while config.temperature == 0 and place > first and tokens.get(place - 1) == delete:
+                    place -= 1
+                gone, moved[gap] = max(place, first), delete
+                cells = cells[:gone] + [cell for cell in cells[gone:] if cell[0] != gap]
+            elif tokens[place] not in (expand, delete):
+                values = [getattr(decisions[place], name) for name in RECORDS]
+                cells[place] = (gap, tokens[place], passes, tuple(0.0 if value is None else float(value) for value in values))
+        passes += 1
+    gaps, ids, steps, records = (list(column) for column in zip(*cells, strict=True))
+    return OpenText(text.key, ids, [False] * len(ids), gaps, steps, records, passes)
 
 
 def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:

@@ -43,8 +43,9 @@ class FoundGap:
     Attributes:
         start: the position of its first token in the whole sequence.
         length: the best length, in tokens.
-        scores: of the best lengths, in nats: the log-probability of the text next to the gap for each (`gap_lengths.py`).
-        forward_passes: passes over the sequence that the search needed.
+        scores: of the best lengths, in nats: the log-probability of the text next to the gap for each (`gap_lengths.py`); empty if the
+            model found the length while it filled the gap.
+        forward_passes: passes over the sequence that the search needed; 0 without one.
     """
 
     start: int

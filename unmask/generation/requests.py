@@ -97,6 +97,12 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
     return requests
 
 
+def without_ends(lm: DiffusionLM, config: SamplerConfig) -> SamplerConfig:
+    """The settings with which texts are filled in: end tokens are forbidden unless `allowed_tokens` names them."""
+    ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
+    return config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]}) if ends else config
+
+
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises GenerationError for settings
     that do not fit the model."""
@@ -131,7 +137,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     check_ids(lm, config.reveal_last or [], "reveal_last")
-    impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
+    impossible = {*lm.never_predicted, *(config.forbidden_tokens or ())}
     if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
         raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")
     if len(impossible) >= lm.config.vocab_size:

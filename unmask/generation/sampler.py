@@ -14,7 +14,8 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.engine.speculate import Verifier
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.output import Generation, make_generation
-from unmask.generation.requests import Request, checked_keys, make_infill_requests, make_requests
+from unmask.generation.requests import Request, checked_keys, make_infill_requests, make_requests, without_ends
+from unmask.generation.variable_length import fill_gaps
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -51,7 +52,7 @@ def infill(
     config: SamplerConfig | None = None,
     keys: Sequence[int] | None = None,
     *,
-    length: Literal["auto"] | None = None,
+    length: Literal["auto", "search"] | None = None,
     max_gap: int = 64,
     gap_mark: str = "<gap>",
 ) -> Generation:
@@ -63,28 +64,28 @@ def infill(
         texts: strings, chat messages or lists of token ids, with the tokenizer's mask token for every token to fill in.
         config: policy, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
         keys: as for `generate`.
-        length: "auto": a mark in a text stands for a gap of unknown length, which `gap_lengths.py` looks for; bidirectional models only.
-            Mask tokens still stand for one token each. None: there are only mask tokens.
-        max_gap: the longest gap to look for, in tokens; the shortest has one.
+        length: "auto": a mark in a text stands for a gap of unknown length; bidirectional models only. A model that was trained for it
+            finds the length while it fills the gap (`variable_length.py`); for others it is searched (`gap_lengths.py`). "search": it
+            is searched in any case. Mask tokens still stand for one token each. None: there are only mask tokens.
+        max_gap: the longest gap, in tokens; the shortest has one.
         gap_mark: the mark. A text is cut at its marks before it is tokenised. In place of token ids with marks, give the lists of ids
             between the gaps.
 
     Returns:
-        The whole texts. End tokens are filled in only if `allowed_tokens` names them. With `length="auto"` the tokens are those for the
-        same text with as many mask tokens as were found, and `Generation.gaps` says how these were found.
+        The whole texts. End tokens are filled in only if `allowed_tokens` names them. With lengths that were searched the tokens are
+        those for the same text with as many mask tokens as were found. `Generation.gaps` says what was found.
 
     Raises:
         GenerationError: a text without mask tokens (or marks), or too long, or a mark without text after it, or settings that do not fit
             the model.
     """
-    config = config or SamplerConfig()
-    ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
-    if ends:
-        config = config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]})
+    config = without_ends(lm, config or SamplerConfig())
     if length is None:
         return complete(lm, make_infill_requests(lm, texts, config, keys), config)
-    if length != "auto":
+    if length not in ("auto", "search"):
         raise GenerationError(f"{length!r}", where="length", remedy="Use 'auto', or None and a mask token for every missing token")
+    if length == "auto" and lm.expand_token_id is not None:
+        return fill_gaps(lm, texts, config, keys, max_gap, gap_mark)
     if keys is not None:
         checked_keys(texts, keys)
     found = find_lengths(lm, texts, config, max_gap, gap_mark)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.generation.policies import Decision, Given, best, decide, draw, keep_likely, penalise_and_ban, refuse_nan, weights
-from unmask.models.attention import AttentionMask, Layout
+from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 MOST_DRAFTS = 7  # unless `drafts` says otherwise: with one candidate a pass has about (drafts + 1)(drafts + 2) queries
@@ -164,4 +164,5 @@ def draft_inputs(lm: DiffusionLM, ids: list[int], num_masks: int) -> ForwardInpu
     layout = Layout(layout.document_BT, layout.position_BT, hidden_1T.long())
     allowed_1TT = (index_T <= index_T[:, None])[None] | hidden_1T[:, :, None]
     mask = AttentionMask(allowed_1TT[:, None], (layout.position_BT, layout.position_BT))
-    return ForwardInputs(ids_1T, layout, mask, fraction_BT=lm.hidden_fraction(hidden_1T, layout) if lm.has_time_embedding else None)
+    fraction_1T = hidden_fraction(hidden_1T, layout, lm.attention, lm.block_size) if lm.has_time_embedding else None
+    return ForwardInputs(ids_1T, layout, mask, fraction_BT=fraction_1T)

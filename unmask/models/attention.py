@@ -271,3 +271,12 @@ def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Attent
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)
+
+
+def hidden_fraction(hidden_BT: Tensor, layout: Layout, attention: AttentionName, block_size: int | None) -> Tensor:
+    """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
+    segment_BT = segments(layout, attention, block_size).expand_as(hidden_BT)
+    real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
+    counts = [torch.zeros_like(real_BT).scatter_add_(1, segment_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+    hidden_count_BT, count_BT = (count_BS.gather(1, segment_BT) for count_BS in counts)
+    return hidden_count_BT / count_BT.clamp_min(1)

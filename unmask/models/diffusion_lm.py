@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, check_pattern, make_mask, segments, unpadded_mask
+from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, unpadded_mask
 from unmask.models.chat_template import turn_end
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
@@ -57,9 +57,10 @@ class DiffusionLM:
         tokenizer: its tokenizer, which has the mask token.
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
-        mask_token_id: the input id at hidden positions; it is never predicted.
-        eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS comes first; it alone fills
-            canvases.
+        mask_token_id: the input id at hidden positions.
+        expand_token_id, delete_token_id: of a model that fills gaps of unknown length (`length_tokens.py`); else None. They and the mask
+            token are `never_predicted`: their logits are -inf.
+        eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is first; it fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
             block in both directions (NBDiff, Tian et al. 2025).
@@ -84,6 +85,8 @@ class DiffusionLM:
         causal_context: bool = False,
         time_embedding: bool = False,
         quality_head: bool = False,
+        expand_token_id: int | None = None,
+        delete_token_id: int | None = None,
     ):
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
@@ -91,6 +94,8 @@ class DiffusionLM:
         self.attention: AttentionName = attention
         self.block_size = block_size
         self.mask_token_id = mask_token_id
+        self.expand_token_id, self.delete_token_id = expand_token_id, delete_token_id
+        self.never_predicted = tuple(token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None)
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
@@ -164,6 +169,8 @@ class DiffusionLM:
             "logit_shift": self.logit_shift,
             "causal_context": self.causal_context,
             "time_embedding": self.has_time_embedding,
+            "expand_token_id": self.expand_token_id,
+            "delete_token_id": self.delete_token_id,
         }
 
     def set_chat_template(self, template: str, *, ends: bool = True) -> None:
@@ -247,7 +254,7 @@ class DiffusionLM:
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
-            fraction_BT = self.hidden_fraction(hidden_BT, layout)
+            fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
             if self.causal_context:  # current blocks are read in both directions
                 layout = replace(layout, copy_BT=(fraction_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
@@ -295,7 +302,7 @@ class DiffusionLM:
         fraction_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
-            fraction_BT = self.hidden_fraction(hidden_BT, layout)
+            fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
         return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
@@ -306,7 +313,8 @@ class DiffusionLM:
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
-        logits[..., self.mask_token_id] = -torch.inf
+        for token in self.never_predicted:  # one at a time: a list would be copied to a GPU, which waits for it
+            logits[..., token] = -torch.inf
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -345,7 +353,7 @@ class DiffusionLM:
     def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
         """Set the hooks of the model for the pass."""
         rows = self._head
-        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.mask_token_id
+        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
         self._last.index_N = inputs.index_N if inputs.pruned else None
         self._fraction.value_BT = inputs.fraction_BT
         try:
@@ -390,11 +398,3 @@ class DiffusionLM:
             document_BT = layout.document_BT.expand_as(ids_BT)
             mask = replace(mask, documents=flash.documents(document_BT, causal=self.attention == "causal"))
         return layout, mask if self._annealing is None else mask.annealed(*self._annealing)
-
-    def hidden_fraction(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
-        """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
-        segment_BT = segments(layout, self.attention, self.block_size).expand_as(hidden_BT)
-        real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
-        counts = [torch.zeros_like(real_BT).scatter_add_(1, segment_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
-        hidden_count_BT, count_BT = (count_BS.gather(1, segment_BT) for count_BS in counts)
-        return hidden_count_BT / count_BT.clamp_min(1)

@@ -40,6 +40,9 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     folder = pathlib.Path(path)
     if layout not in (STOCK_FORMAT, *FAMILIES):
         raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}")
+    if lm.expand_token_id is not None:
+        remedy = "Export the model that it was before that training, or serve it with `unmask serve`"
+        raise ModelError("engines would write its expand and delete tokens", where="layout", remedy=remedy)
     with _without_quality_head(lm) as bare:
         _export_stock(bare, folder) if layout == STOCK_FORMAT else _export_released(bare, folder, layout)
         save_tokenizer(bare.tokenizer, folder)

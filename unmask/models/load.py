@@ -38,6 +38,8 @@ STOCK_SETTINGS: dict[str, Any] = {
     "causal_context": False,
     "time_embedding": False,
     "quality_head": False,
+    "expand_token_id": None,
+    "delete_token_id": None,
     "eos_token_ids": None,
     "padding_idx": None,
 }
@@ -177,6 +179,8 @@ def make_diffusion(
     causal_context: bool = False,
     time_embedding: bool = False,
     quality_head: bool = False,
+    expand_token_id: int | None = None,
+    delete_token_id: int | None = None,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
     """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in place.
@@ -211,6 +215,8 @@ def make_diffusion(
         causal_context=causal_context,
         time_embedding=time_embedding,
         quality_head=quality_head,
+        expand_token_id=expand_token_id,
+        delete_token_id=delete_token_id,
     )
 
 
@@ -258,8 +264,11 @@ def with_pattern(
     *,
     causal_context: bool = False,
     time_embedding: bool | None = None,
+    expand_token_id: int | None = None,
+    delete_token_id: int | None = None,
 ) -> DiffusionLM:
-    """The same weights with another pattern, to convert them. `logit_shift` defaults as in `load`; a time embedding stays."""
+    """The same weights with another pattern, to convert them, or with tokens that say the lengths of gaps. `logit_shift` defaults as in
+    `load`; a time embedding, a quality head and such tokens stay."""
     return make_diffusion(
         lm.model,
         lm.tokenizer,
@@ -270,6 +279,8 @@ def with_pattern(
         causal_context=causal_context,
         time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
         quality_head=lm.quality_head is not None,
+        expand_token_id=lm.expand_token_id if expand_token_id is None else expand_token_id,
+        delete_token_id=lm.delete_token_id if delete_token_id is None else delete_token_id,
         padding_idx=lm.padding_idx,
     )
 

@@ -41,6 +41,7 @@ class DescribedModel(Protocol):
     logit_shift: bool
     causal_context: bool
     quality_head: Any
+    expand_token_id: int | None
 
     @property
     def autoregressive(self) -> bool: ...
@@ -126,6 +127,11 @@ def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
         *([("context", "read from left to right, except the current block")] if lm.causal_context else []),
         ("logit shift", "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"),
         *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
+        *(
+            [("gaps of unknown length", "filled with tokens that expand and delete hidden positions")]
+            if lm.expand_token_id is not None
+            else []
+        ),
         *([("quality head", "estimates whether visible tokens are right")] if lm.quality_head is not None else []),
         ("mask token", mask),
         *([("end tokens", ", ".join(ends))] if ends else []),

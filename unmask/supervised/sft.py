@@ -24,10 +24,17 @@ from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.supervised.quality import fill_in, quality_logits, quality_loss, training_head, with_quality_head
+from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, make_canvases, with_length_tokens
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
+
+OF_VIEWS = (
+    *("views", "aggregation", "quality_head", "schedule", "weighting", "min_time", "max_time", "num_timesteps", "exact_count"),
+    *("cart_p", "score_chunk"),
+)
+"""The settings of noised copies of a row."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +59,9 @@ class SFTConfig(NoisingConfig, PairConfig):
     quality_tokens: int = setting(
         4, "Hidden tokens of each row that the model fills in, in one step, to train the head", low=1, needs=("quality_head=alone|joint",)
     )
+    max_gap: int | None = setting(
+        None, "Learn to fill gaps of unknown length, of up to this many tokens, with an expand and a delete token; unset: not learnt", low=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,6 +71,10 @@ class SFTConfig(NoisingConfig, PairConfig):
         if self.quality_head != "off" and self.aggregation != "token":
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
+        for name in OF_VIEWS if self.max_gap is not None else ():
+            if getattr(self, name) != getattr(type(self), name):
+                what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
+                raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
 
     @property
     def noised_copies(self) -> int:
@@ -74,6 +88,7 @@ class SFTTrainer(DiffusionTrainer):
     d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead. With `aggregation: sequence` each answer's sum is divided by
     its own tokens and averaged over answers, as in LLaDA (Nie et al. 2025, its GUIDELINES.md).
     With a `quality_head` the loss has the head's part (`unmask.supervised.quality`): the mean over rows, weighted by their tokens.
+    With a `max_gap` the loss is that of gaps of unknown length alone (`unmask.supervised.variable_length`), in which no end token is.
     The end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention block or `canvas_length`.
     """
 
@@ -81,6 +96,9 @@ class SFTTrainer(DiffusionTrainer):
         if args.quality_head != "off":
             lm = as_diffusion_lm(model, named.get("processing_class"))
             model = with_quality_head(lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm))
+        if args.max_gap is not None:
+            lm = as_diffusion_lm(model, named.get("processing_class"))
+            model = with_length_tokens(lm, adapters=named.get("peft_config") is not None or has_adapters(lm))
         super().__init__(model, args, *rows, **named)
 
     @classmethod
@@ -100,6 +118,12 @@ class SFTTrainer(DiffusionTrainer):
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        if self.args.max_gap is not None:
+            canvases = make_canvases(lm, batch, self.draw(batch), self.args.max_gap)
+            log_prob_N = canvas_log_probs(lm, canvases)
+            if len(log_prob_N):
+                self.record("cross_entropy", -log_prob_N.detach().mean(), len(log_prob_N))
+            return canvas_loss(log_prob_N, canvases, batch["maskable"].sum(1))
         if self.args.quality_head == "off":
             return super().micro_loss(lm, batch)
         draw = self.training_draw(batch)

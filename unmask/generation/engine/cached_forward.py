@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry, as_columns
-from unmask.models.attention import AttentionMask, Layout
+from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 
@@ -162,7 +162,7 @@ def run_pass(
         length_B1 = torch.tensor([[entry.length] for entry in entries], device=index_N.device)
         fraction_BQ = (slots.hidden_SC[slot_indices].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
-        fraction_BQ = lm.hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
+        fraction_BQ = hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size)
     key_K = torch.arange(max(columns, 1), device=index_N.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:

@@ -45,7 +45,7 @@ class RowSelector:
         self.after = AfterHead(config)
         self.index_N: Tensor | None = None
         self.target_N: Tensor | None = None
-        self.forbidden: int | None = None
+        self.forbidden: tuple[int, ...] = ()
         self.temperature = 1.0
         self.log_prob_N: Tensor | None = None
         self.hidden_ND: Tensor | None = None
@@ -107,10 +107,14 @@ class RowSelector:
         settings = (self.forbidden, self.temperature)
         self.log_prob_N = torch.cat([checkpoint(self._chunk_log_probs, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])
 
-    def _chunk_log_probs(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
+    def _chunk_log_probs(
+        self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: tuple[int, ...], temperature: float
+    ) -> Tensor:
         logits_NV = self.after(head.forward(hidden_ND))
         logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        forbidden_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) == forbidden
+        forbidden_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool, device=logits_NV.device)
+        for token in forbidden:
+            forbidden_V[token] = True
         logits_NV = logits_NV.masked_fill(forbidden_V, -torch.inf)
         return token_log_probs(logits_NV, target_N, temperature)
 
