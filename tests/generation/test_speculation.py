@@ -21,7 +21,11 @@ from unmask.generation import naive, sampler, speculation
 from unmask.models.load import make_diffusion
 
 MODE = "self-speculative"
-DISTRIBUTIONS = [([0.5, 0.2, 0.2, 0.1, 0.0], [0.1, 0.2, 0.6, 0.0, 0.1]), ([0.9, 0.1, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0])]
+DISTRIBUTIONS = [
+    ([0.5, 0.2, 0.2, 0.1, 0.0], [0.1, 0.2, 0.6, 0.0, 0.1]),
+    ([0.9, 0.1, 0.0, 0.0, 0.0], [0.25, 0.25, 0.25, 0.25, 0.0]),
+    ([0.4, 0.3, 0.2, 0.1, 0.0], [0.6, 0.25, 0.05, 0.1, 0.0]),  # a second candidate is kept with a chance of 0.4
+]
 
 
 def draws(
