@@ -17,7 +17,8 @@ PROMPTS = [[1, 4, 5, 6], [7], [9, 8, 7, 6, 5, 4, 4], [1, 9]]
 
 
 def test_the_signature_is_that_of_the_sampler():
-    assert inspect.signature(naive.generate) == inspect.signature(sampler.generate)
+    here, there = (inspect.signature(each).parameters.values() for each in (naive.generate, sampler.generate))
+    assert [(each.name, each.default, each.kind) for each in here] == [(each.name, each.default, each.kind) for each in there]
 
 
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
