@@ -58,12 +58,13 @@ test-vllm: $(INSTALLED) $(VLLM)/.installed  ## against a real vLLM server (Pytho
 
 # Of the Python that has torch for the GPU: the locks' environment may have that of a CPU.
 test-gpu:  ## what needs a GPU (GPU_PYTHON=, a Python that has torch and the extras train, rewards, constraints)
+	$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU: set GPU_PYTHON")'
 	$(GPU_PYTHON) -m pytest -m gpu
 
 bench-gpu:  ## figures of one GPU: gpu.json and gpu.md
 	$(GPU_PYTHON) -m benchmarks.gpu
 
-test-all: test test-machines test-slow test-nightly test-vllm  ## every test
+test-all: test test-machines test-slow test-nightly test-vllm  ## every test that needs no GPU
 
 check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff check

@@ -151,7 +151,7 @@ def training(
     name: str, options: argparse.Namespace, peak: float, batch: int, dtype: torch.dtype, pattern: Row, lora: bool = False, **more: Any
 ) -> Iterator[Row]:
     """MFU of fine-tuning; the batch is halved while it does not fit."""
-    row = ROW // options.scale if options.scale > 1 else ROW
+    row = ROW // options.scale
     while True:
         lm = build(name, options, dtype, **pattern)
         generator = torch.Generator().manual_seed(1)
@@ -170,12 +170,13 @@ def training(
         except torch.OutOfMemoryError:
             trainer = lm = None  # type: ignore[assignment]
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
             batch //= 2
     config = lm.model.config
     linear = sum(p.numel() for n, p in lm.model.named_parameters() if p.ndim == 2 and "layers" in n and "lora" not in n)
     copies = 2 if lm.attention == "block_causal" else 1
     positions, hidden = batch * row * copies, batch * row / 2
-    pairs = row if lm.attention == "bidirectional" else row / 2 * copies  # keys that a position sees
+    pairs = row if lm.attention == "bidirectional" else row / 2  # keys that a position sees
     attention = 4 * positions * pairs * config.num_attention_heads * config.head_dim * config.num_hidden_layers
     head = 2 * hidden * config.hidden_size * config.vocab_size
     flops = (2 if lora else 3) * (2 * linear * positions + head) + 3 * attention

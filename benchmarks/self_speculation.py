@@ -47,7 +47,7 @@ def main() -> None:
     for name, value in {"prompts": 100, "prompt": 16, "length": 64, "batch": 1, "rounds": 3, "threads": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--drafts", type=int, nargs="+", default=[1, 3], help="tokens drafted ahead")
-    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 8], help="of each drafted token, at most")
+    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 8], help="of each drafted token, on average")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

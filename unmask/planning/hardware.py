@@ -13,7 +13,7 @@ import torch
 from unmask.config.layers import RECIPES, read_layers
 from unmask.config.run import HardwareConfig, RunConfig
 from unmask.errors import ConfigError, did_you_mean
-from unmask.models.hooks.head import GPU_LOGITS_AT_ONCE, LOGITS_AT_ONCE
+from unmask.models.hooks.head import logits_at_once
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
@@ -77,7 +77,7 @@ class HardwareRecipe:
         return dataclasses.replace(
             work,
             precision=precision,
-            logits_at_once=LOGITS_AT_ONCE if self.hardware.is_cpu else GPU_LOGITS_AT_ONCE,
+            logits_at_once=logits_at_once(torch.device("cpu" if self.hardware.is_cpu else "cuda")),
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
             optimizer="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,

@@ -12,7 +12,7 @@ from unmask.errors import GenerationError
 from unmask.generation import sampler
 from unmask.generation.remote.http import RemoteError
 from unmask.generation.remote.verify import distribution, leaves_of
-from unmask.generation.remote.vllm_client import RemoteLM, prompt_log_probs
+from unmask.generation.remote.vllm_client import RemoteLM, read_prompt_log_probs
 from unmask.generation.speculation import draft_tree
 
 MODE = {"mode": "self-speculative", "max_new_tokens": 9, "batch_size": 3}
@@ -72,7 +72,7 @@ def test_paths_to_the_leaves_hold_every_node(drafts, candidates):
 
 def test_an_answer_is_read_by_token():
     answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -3, "rank": 9}}]}]}
-    assert prompt_log_probs(answer) == [{}, {7: -0.5, 2: -3.0}]
+    assert read_prompt_log_probs(answer) == [{}, {7: -0.5, 2: -3.0}]
 
 
 def test_a_penalty_is_refused():

@@ -41,8 +41,8 @@ class _Plan:
 def draft_pass(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry]) -> Tensor:
     """Logits [B, W, V] of the tokens from `base` on, for entries without drafts. With a logit shift the last clean token predicts the
     first one."""
-    clean_BJV, masked_BJGV = speculative_pass(lm, slots, entries, draft_tree(0, 1), skipped=0)
-    return torch.cat([clean_BJV, masked_BJGV[:, 0]], 1) if lm.logit_shift else masked_BJGV[:, 0]
+    clean_BJV, masked_BJWV = speculative_pass(lm, slots, entries, draft_tree(0, 1), skipped=0)
+    return torch.cat([clean_BJV, masked_BJWV[:, 0]], 1) if lm.logit_shift else masked_BJWV[:, 0]
 
 
 def speculative_pass(
@@ -65,14 +65,14 @@ def speculative_pass(
     queries = _queries(lm, slots, entries, plan, columns)
     text, groups, shift = plan.num_clean + plan.num_drafts, plan.num_drafts + 1, int(lm.logit_shift)
     width, count = plan.num_masks, len(plan.group_Q)
-    mask_GW = torch.arange(text, count, device=plan.group_Q.device).view(groups, width)
-    causal_G = torch.arange(plan.num_clean - 1, text, device=mask_GW.device)
-    predicting_GW = mask_GW[:, max(skipped - shift, 0) : max(width - shift, 0)]
-    row_R = torch.cat([causal_G, predicting_GW.flatten()])
+    mask_JW = torch.arange(text, count, device=plan.group_Q.device).view(groups, width)
+    causal_J = torch.arange(plan.num_clean - 1, text, device=mask_JW.device)
+    predicting_JW = mask_JW[:, max(skipped - shift, 0) : max(width - shift, 0)]
+    row_R = torch.cat([causal_J, predicting_JW.flatten()])
     index_BR = torch.arange(len(entries), device=row_R.device)[:, None] * count + row_R
     logits_NV = run_pass(lm, slots, entries, queries, columns, index_BR.flatten(), windows=True, cache=cache)
     logits_BRV = logits_NV.unflatten(0, index_BR.shape)
-    return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, predicting_GW.shape)
+    return logits_BRV[:, :groups], logits_BRV[:, groups:].unflatten(1, predicting_JW.shape)
 
 
 def _plan(entries: Sequence[SpeculativeEntry], tree: Tree, device: torch.device) -> _Plan:

@@ -43,7 +43,7 @@ def server_logits(
         what = "changes logits, of which a server tells only the log-probabilities"
         raise GenerationError(what, where="repetition_penalty and verifier", remedy="Leave one of them out")
     banned = len({lm.mask_token_id, *(config.forbidden_tokens or ())})
-    greedy = config.temperature == 0 and not config.allowed_tokens
+    greedy = config.temperature == 0 and not config.allowed_tokens and not config.trace  # entropies need all
     texts, places = [], []
     for member, (ids, entry) in enumerate(zip(ids_BT, entries, strict=True)):
         drafts, leaves = entry.draft_G.tolist(), leaves_of(tree, len(entry.draft_G) + 1)

@@ -115,7 +115,7 @@ class RemoteLM:
                 remedy = "Start it with --max-logprobs -1, or decode greedily with few forbidden tokens"
                 raise GenerationError(f"the server refuses {top} log-probabilities a token", where="verifier", remedy=remedy) from error
             raise
-        return self.http.read(answer, prompt_log_probs)
+        return self.http.read(answer, read_prompt_log_probs)
 
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Send new weights to the server, and clear its prefix cache.
@@ -200,7 +200,7 @@ class RemoteLM:
         return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
 
 
-def prompt_log_probs(answer: Any) -> list[dict[int, float]]:
+def read_prompt_log_probs(answer: Any) -> list[dict[int, float]]:
     """The log-probabilities of tokens at each position of a prompt."""
     return [{int(token): float(one["logprob"]) for token, one in (each or {}).items()} for each in answer["choices"][0]["prompt_logprobs"]]
 
