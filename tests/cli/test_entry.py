@@ -314,6 +314,8 @@ def test_infill_finds_the_lengths_of_gaps(model: dict[str, Any], monkeypatch: py
     result = run("generate", "m", "--infill", "--prompt", "a [] b", "--max-gap", "9", "--gap-mark", "[]", "--json")
     assert result.exit_code == 0, result.output
     assert model["texts"] == ["a [] b"] and model["search"] == {"length": "auto", "max_gap": 9, "gap_mark": "[]"}
+    assert run("generate", "m", "--infill", "--prompt", "a <gap> b", "--max-gap", "9", "--search").exit_code == 0
+    assert model["search"] == {"length": "search", "max_gap": 9, "gap_mark": "<gap>"}
     assert json.loads(result.stdout)["gaps"] == [{"start": 1, "length": 2}]
     refused = run("generate", "m", "--prompt", "a <gap> b", "--max-gap", "9")
     assert refused.exit_code == 2 and "Add --infill" in refused.stderr
@@ -359,6 +361,7 @@ def test_generate_takes_a_constraint(model: dict[str, Any], tmp_path: Path, opti
         (["--constraint-json", "--constraint-regex", "a"], "constraint.json: regex and json contradict one another"),
         (["--constraint-json-schema", "absent.json"], "neither a text with '{' nor a file"),
         (["--gap-mark", "[gap]"], "has no effect without --max-gap"),
+        (["--search"], "has no effect without --max-gap"),
         (["--constraint-grammar", "absent.lark"], "neither a text with 'start:' nor a file"),
         (["--constraint-json-schema", "{"], "is not JSON"),
     ],

@@ -295,3 +295,11 @@ def test_drafts_that_are_nan_are_an_error():
     for temperature in (0.0, 1.0):
         with pytest.raises(GenerationError, match="predictions are NaN"):
             speculation.probabilities(logits_NV, SamplerConfig(mode=MODE, temperature=temperature), None)
+
+
+def test_a_tree_too_large_for_a_pass_is_refused():
+    lm, config = tiny("phi", "block_causal", 4, causal_context=True), SamplerConfig(mode=MODE, drafts=32, candidates=32)
+    with pytest.raises(
+        GenerationError, match=r"drafts and candidates: a pass would have 34,\d+ positions beside the text, more than 8,192"
+    ):
+        sampler.generate(lm, [[4]], config)

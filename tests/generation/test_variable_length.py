@@ -254,3 +254,16 @@ def test_texts_that_cannot_be_filled_are_refused(text, error):
         sampler.infill(tiny(), [text], length="auto", max_gap=9)
     with pytest.raises(GenerationError, match="max_batch_tokens: text 0 may have 13 tokens, which exceed 12"):
         sampler.infill(tiny(), TEXTS[:1], SamplerConfig(max_batch_tokens=12), length="auto", max_gap=7)
+
+
+def test_greedy_edits_are_weighed_against_what_may_be_written():
+    """An edit is made if it is more probable than all else together that is allowed."""
+    lm = tiny()
+    letter, end, size = 4, lm.eos_token_id, lm.config.vocab_size
+    probability_V = torch.full((size,), 1e-9, dtype=torch.float64)
+    probability_V[[lm.delete_token_id, end, letter]] = torch.tensor([0.45, 0.4, 0.15], dtype=torch.float64)
+    one = torch.zeros(1, dtype=torch.long)
+    for forbidden, expected in ((None, end), ([end], lm.delete_token_id)):
+        config = SamplerConfig(forbidden_tokens=forbidden)
+        decision = variable_length.decide_open(lm, probability_V.log()[None], torch.tensor([[False, True]]), config, one, one, one, None)
+        assert int(decision.token_N) == expected

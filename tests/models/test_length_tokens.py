@@ -75,3 +75,17 @@ def test_in_users_texts_they_stay_text():
     lm = add_length_tokens(tiny())
     (canvas,) = unmask.infill(lm, [f"ab{EXPAND_TOKEN}<|mask|>c"]).tokens
     assert lm.expand_token_id not in canvas
+
+
+@pytest.mark.parametrize("there", [["<|delete|>"], ["<|expand|>"], ["<|expand|>", "<|delete|>"]])
+def test_rows_that_are_there_are_kept(there):
+    lm = tiny()
+    lm.tokenizer.add_tokens(there)
+    lm.model.resize_token_embeddings(len(lm.tokenizer))
+    numbers = lm.tokenizer.convert_tokens_to_ids(there)
+    for table in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()):
+        table.weight.data[numbers] = 7.0
+    made = add_length_tokens(lm)
+    for table in (made.model.get_input_embeddings(), made.model.get_output_embeddings()):
+        assert (table.weight[numbers] == 7.0).all() and table.weight.isfinite().all()
+        assert table.weight.shape[0] > max(made.expand_token_id, made.delete_token_id)

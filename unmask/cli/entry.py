@@ -11,7 +11,7 @@ import sys
 import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -159,6 +159,9 @@ def generate(
         typer.Option(min=1, help="With --infill: also find the lengths of gaps that --gap-mark stands for, up to this many tokens."),
     ] = None,
     gap_mark: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a gap of unknown length.")] = "<gap>",
+    search: Annotated[
+        bool, typer.Option("--search", help="With --max-gap: search for the lengths even if the model was trained to find them.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
     """Complete prompts, or fill in their mask tokens."""
@@ -167,12 +170,14 @@ def generate(
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
-    if max_gap is None and gap_mark != "<gap>":
-        raise ConfigError("has no effect without --max-gap", where="--gap-mark", remedy="Add --max-gap, or leave it out")
+    for name, given in (("--gap-mark", gap_mark != "<gap>"), ("--search", search)):
+        if max_gap is None and given:
+            raise ConfigError("has no effect without --max-gap", where=name, remedy="Add --max-gap, or leave it out")
     if max_gap is not None and not infill:
         raise ConfigError("prompts are completed, and have no gaps", where="--max-gap", remedy="Add --infill, or leave it out")
     if max_gap is not None:
-        result = unmask.infill(load_model(model), prompts, sampler, length="auto", max_gap=max_gap, gap_mark=gap_mark)
+        length: Literal["auto", "search"] = "search" if search else "auto"
+        result = unmask.infill(load_model(model), prompts, sampler, length=length, max_gap=max_gap, gap_mark=gap_mark)
     else:
         result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
     if result.agreement is not None:

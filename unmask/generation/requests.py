@@ -20,7 +20,11 @@ from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.generation.constraints.gaps import Gap, constrained_gaps
 from unmask.generation.revise import even_counts, loop_counts, plan_revisions
+from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
+
+MOST_SPECULATIVE_COLUMNS = 8192
+"""Positions of a pass of mode self-speculative beside the text."""
 
 LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
 
@@ -112,6 +116,9 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         what += "" if lm.causal_context else " that reads finished blocks from left to right"
         remedy = "Use mode 'denoise', or a model of `unmask convert --recipe block` (block_causal with causal_context)"
         raise GenerationError(what, where="mode", remedy=remedy)
+    if config.self_speculative and (columns := num_columns(lm, config)) > MOST_SPECULATIVE_COLUMNS:
+        what = f"a pass would have {columns:,} positions beside the text, more than {MOST_SPECULATIVE_COLUMNS:,}"
+        raise GenerationError(what, where="drafts and candidates", remedy="Lower one of them")
     if attention_block is not None and config.block_size not in (None, attention_block):
         what = f"decoding block {config.block_size} for an attention block of {attention_block}"
         remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < attention_block else "")
@@ -162,13 +169,12 @@ def check_verifier(lm: DiffusionLM, verifier: DiffusionLM) -> None:
         raise GenerationError(what, where="verifier", remedy="Load both on one device")
 
 
-def check_verified(verifier: DiffusionLM | None, request: Request, config: SamplerConfig) -> None:
-    """Raise GenerationError for a request that is not to be verified, or too long for the verifying model (None: of a
-    server, which refuses it itself)."""
+def check_verified(context_length: int | None, length: int, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request that is not to be verified, or whose tokens exceed the context of the verifying model."""
     if not config.self_speculative:
         raise GenerationError(f"has no effect with mode {config.mode!r}", where="verifier", remedy="Use mode 'self-speculative'")
-    if verifier is not None and verifier.context_length is not None and request.length > verifier.context_length:
-        what = f"{request.length} tokens exceed its context of {verifier.context_length}"
+    if context_length is not None and length > context_length:
+        what = f"{length} tokens exceed its context of {context_length}"
         raise GenerationError(what, where="verifier", remedy="Shorten the prompt or lower max_new_tokens")
 
 

@@ -29,7 +29,7 @@ from unmask.generation.engine.forward import predict
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.gap_lengths import checked_segments
 from unmask.generation.output import FoundGap, Generation, Trace, make_generation
-from unmask.generation.policies import Decision, Given, decide, first_by_priority, num_accepted
+from unmask.generation.policies import Decision, Given, decide, first_by_priority, num_accepted, penalise_and_ban
 from unmask.generation.requests import Request, checked_keys
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import predicting_lengths
@@ -116,7 +116,7 @@ def open_texts(
     """The texts before the first pass, and the settings with which they are filled."""
     for name in UNSUPPORTED:
         if getattr(config, name) != SamplerConfig.model_fields[name].default:
-            remedy = "Leave it out, or search for the lengths (length='search')"
+            remedy = "Leave it out, or search for the lengths (length='search', --search)"
             raise GenerationError("has no meaning while the lengths of gaps are open", where=name, remedy=remedy)
     both = [token for token in (lm.expand_token_id, lm.delete_token_id) if token is not None]
     first, opened = min(max_gap, FIRST_POSITIONS), []
@@ -197,7 +197,8 @@ def decide_open(
     possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
     if config.temperature > 0:
         return decide(possible_NV, config, *where)
-    likely_N2 = may_N2 & (logits_NV[:, both] - logits_NV.logsumexp(1, keepdim=True) > math.log(0.5))
+    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
+    likely_N2 = may_N2 & (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True) > math.log(0.5))
     taken_NV = logits_NV.clone()
     taken_NV[:, both] = logits_NV[:, both].masked_fill(~likely_N2, -torch.inf)
     token_N = decide(taken_NV, config, *where).token_N

@@ -20,19 +20,23 @@ EXPAND_TOKEN, DELETE_TOKEN = "<|expand|>", "<|delete|>"
 
 @torch.no_grad()
 def add_length_tokens(lm: DiffusionLM) -> DiffusionLM:
-    """A bidirectional model with both tokens, which are added to tokenizer and embeddings in place unless they are there. Their embeddings
+    """A bidirectional model with both tokens, which are added to tokenizer and embeddings in place unless they are there. New embeddings
     start as the mean of the others, that of the expand token, which positions show, as the mask token's."""
     if lm.expand_token_id is not None:
         return lm
+    known = lm.tokenizer.get_vocab()
     lm.tokenizer.add_special_tokens({"extra_special_tokens": [EXPAND_TOKEN, DELETE_TOKEN]}, replace_extra_special_tokens=False)
     expand, delete = lm.tokenizer.convert_tokens_to_ids([EXPAND_TOKEN, DELETE_TOKEN])
     rows = lm.model.get_input_embeddings().weight.shape[0]
-    if delete >= rows:
-        lm.model.resize_token_embeddings(delete + 1, mean_resizing=False)
+    if max(expand, delete) >= rows:
+        lm.model.resize_token_embeddings(max(expand, delete) + 1, mean_resizing=False)
+    new = [number for token, number in ((EXPAND_TOKEN, expand), (DELETE_TOKEN, delete)) if token not in known or number >= rows]
+    others = [number for number in range(rows) if number not in (expand, delete)]
     inputs, outputs = (table.weight for table in (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()))
     for weight in (inputs, outputs):
-        weight[[expand, delete]] = weight[: min(rows, expand)].mean(0)
-    inputs[expand] = inputs[lm.mask_token_id]
+        weight[new] = weight[others].mean(0)
+    if expand in new:
+        inputs[expand] = inputs[lm.mask_token_id]
     return with_pattern(lm, lm.attention, logit_shift=lm.logit_shift, expand_token_id=expand, delete_token_id=delete)
 
 

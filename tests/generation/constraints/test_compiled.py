@@ -123,6 +123,9 @@ def test_all_that_is_accepted_is_json(schema):
         ({"type": "object", "properties": {"x": {"type": "string", "contentEncoding": "a"}}}, "properties.x.contentEncoding", "enforced"),
         ({"oneOf": [{"type": "null"}]}, "", "oneOf without a type cannot be enforced"),
         ({}, "", "allows everything"),
+        ({"type": {}}, "type", "not a type"),
+        ({"format": ["a"]}, "format", "cannot be enforced"),
+        ({"maxLength": 1e20}, "maxLength", "is not a count"),
         ({"type": "strng"}, "type", "not a type"),
         (
             {"type": "array", "items": {"$ref": "#/$defs/t"}, "$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}},

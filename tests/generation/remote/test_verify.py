@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,12 +23,13 @@ MODE = {"mode": "self-speculative", "max_new_tokens": 9, "batch_size": 3}
 class Served(RemoteLM):
     """A causal model that answers as its server would."""
 
-    def __init__(self, lm, most=20):
-        self.lm, self.tokenizer, self.most, self.tops = lm, lm.tokenizer, most, []
+    def __init__(self, lm, context_length=None):
+        self.lm, self.tokenizer, self.context_length, self.tops = lm, lm.tokenizer, context_length, []
 
     def prompt_log_probs(self, ids, top):
         self.tops.append(top)
         log_prob_TV = self.lm.logits(torch.tensor([ids])).detach().log_softmax(-1)[0]
+        assert self.context_length is None or len(ids) < self.context_length
         known = [{}]
         for position, token in enumerate(ids[1:], start=1):
             best = log_prob_TV[position].topk(log_prob_TV.shape[1] if top == -1 else top).indices.tolist()
@@ -55,10 +58,10 @@ def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
 
 
 def test_the_rest_of_the_probability_is_spread_evenly():
-    assert distribution({1: -0.5, 3: -2.0}, 5).exp().tolist() == pytest.approx(
-        [(1 - 0.606531 - 0.135335) / 3, 0.606531, *[(1 - 0.606531 - 0.135335) / 3], 0.135335, (1 - 0.606531 - 0.135335) / 3], abs=1e-6
-    )
-    assert distribution({0: -0.6931471805599453, 1: -0.6931471805599453}, 2).exp().tolist() == pytest.approx([0.5, 0.5])
+    half, quarter = math.log(0.5), math.log(0.25)
+    assert distribution({1: half, 3: quarter}, 6, never=[5]).exp().tolist() == pytest.approx([0.25 / 3, 0.5, 0.25 / 3, 0.25, 0.25 / 3, 0])
+    assert distribution({0: quarter, 1: half, 7: quarter}, 2, never=[]).exp().tolist() == pytest.approx([0.25, 0.5])
+    assert distribution({0: quarter, 1: half}, 2, never=[1]).exp().tolist() == pytest.approx([0.25, 0.0])
 
 
 @pytest.mark.parametrize(("drafts", "candidates"), [(1, 1), (3, 1), (3, 4), (7, 8)])
@@ -73,6 +76,45 @@ def test_paths_to_the_leaves_hold_every_node(drafts, candidates):
 def test_an_answer_is_read_by_token():
     answer = {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -3, "rank": 9}}]}]}
     assert read_prompt_log_probs(answer) == [{}, {7: -0.5, 2: -3.0}]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_neither_the_mask_token_nor_rows_without_a_token_are_written(temperature):
+    lm, verifier = pair()
+
+    class Odd(Served):
+        def prompt_log_probs(self, ids, top):
+            odd = {lm.mask_token_id: -0.1, lm.config.vocab_size: -0.2}
+            return [
+                known and {token: log_prob - 3 for token, log_prob in known.items()} | odd for known in super().prompt_log_probs(ids, -1)
+            ]
+
+    found = sampler.generate(lm, PROMPTS, SamplerConfig(**MODE, temperature=temperature), verifier=Odd(verifier))
+    assert all(0 <= token < lm.mask_token_id for tokens in found.tokens for token in tokens)
+
+
+def test_a_text_may_fill_the_servers_context_but_for_a_token():
+    lm, verifier = pair()
+    config = SamplerConfig(**MODE, stop_at_eos=False)
+    sampler.generate(lm, [[4] * 5], config, verifier=Served(verifier, context_length=15))
+    with pytest.raises(GenerationError, match="verifier: 15 tokens exceed its context of 14"):
+        sampler.generate(lm, [[4] * 5], config, verifier=Served(verifier, context_length=14))
+
+
+def test_a_server_that_answers_with_fewer_is_noticed():
+    class Http:
+        def call(self, *_, **__):
+            return {"choices": [{"prompt_logprobs": [None, {"7": {"logprob": -0.5}}]}]}
+
+        def read(self, answer, how):
+            return how(answer)
+
+    server = Served(pair()[1])
+    server.http, server.model = Http(), "m"
+    assert RemoteLM.prompt_log_probs(server, [1, 7], 1) == [{}, {7: -0.5}]
+    for top in (2, -1):
+        with pytest.raises(GenerationError, match="verifier: the server gives 1 log-probabilities of a token"):
+            RemoteLM.prompt_log_probs(server, [1, 7], top)
 
 
 def test_a_penalty_is_refused():

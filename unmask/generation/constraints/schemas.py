@@ -24,6 +24,8 @@ BY_TYPE: dict[str, set[str]] = {
 """Keywords that are enforced beside `type`."""
 ALONE = ("$ref", "const", "enum", "anyOf")
 """Keywords that decide without `type`."""
+MOST = 10**6
+"""Of what is counted: far more than automata can hold."""
 NOT_ENFORCED = "Leave it out, and check the text afterwards"
 
 
@@ -53,7 +55,7 @@ class Reader:
             if len(used) > 1 or not types or {"array", "object"} & {*map(str, types)}:
                 refuse("several types cannot be enforced here", f"{where}.type", "Write them as anyOf")
             return {"anyOf": [self.read({"type": name}, f"{where}.type", within) for name in types]}
-        if types not in BY_TYPE:
+        if not isinstance(types, str) or types not in BY_TYPE:
             refuse(f"{json.dumps(types)} is not a type", f"{where}.type", did_you_mean(str(types), BY_TYPE))
         only(used, {"type"} | BY_TYPE[types], where)
         match types:
@@ -106,7 +108,7 @@ class Reader:
         only(schema.keys() & BY_TYPE["string"], {given[0]}, where)
         if given == ["pattern"]:
             return {"type": "string", "pattern": string_pattern(schema["pattern"], f"{where}.pattern")}
-        if schema["format"] not in FORMATS:
+        if not isinstance(schema["format"], str) or schema["format"] not in FORMATS:
             refuse(f"{schema['format']!r} cannot be enforced", f"{where}.format", f"Use one of {', '.join(FORMATS)}, or a pattern")
         return {"type": "string", "pattern": FORMATS[schema["format"]]}
 
@@ -175,8 +177,8 @@ def bounds(schema: dict[str, Any], low: str, high: str, where: str) -> tuple[dic
     """The lower and the upper bound of a count, each as an object that is empty without one. A whole number may be written as 2.0."""
     counts = {name: schema[name] for name in (low, high) if name in schema}
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0 or value % 1 != 0:
-            refuse(f"{json.dumps(value)} is not a count", f"{where}.{name}", "Give a whole number from 0 on")
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MOST or value % 1 != 0:
+            refuse(f"{json.dumps(value)} is not a count", f"{where}.{name}", f"Give a whole number from 0 to {MOST:,}")
     if high in counts and counts.get(low, 0) > counts[high]:
         refuse(f"{schema[low]} exceeds {high}", f"{where}.{low}", "Change one of them")
     return tuple({name: int(counts[name])} if name in counts else {} for name in (low, high))  # type: ignore[return-value]

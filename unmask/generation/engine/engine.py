@@ -87,7 +87,8 @@ class Engine:
         """
         check_settings(self.lm, config)
         if self.verifier is not None:
-            check_verified(self._verifier, request, config)
+            written = int(isinstance(self.verifier, RemoteLM))  # a server always writes a token after what it reads
+            check_verified(self.verifier.context_length, request.length + written, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
         if given != (config.parallel, config.constraint is not None, config.revise is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")

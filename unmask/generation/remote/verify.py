@@ -5,7 +5,8 @@ Shapes: B sequences of a pass, J nodes of the tree of drafts, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -50,15 +51,18 @@ def server_logits(
         for path in leaves:
             nodes = [0, *path]
             after = [drafts[node - 1] for node in path]
-            texts.append([*ids[: entry.base], *after, ids[0]])  # the last token's own log-probability is not read
-            places.append([(member, node, entry.base + depth) for depth, node in enumerate(nodes)])
+            text, place = [*ids[: entry.base], *after], [(member, node, entry.base + depth) for depth, node in enumerate(nodes)]
+            if len(text) < entry.length:
+                text.append(ids[0])  # whose own log-probability is not read
+            texts.append(text)
+            places.append(place[: len(text) - entry.base])
     with ThreadPoolExecutor(min(AT_ONCE, len(texts))) as pool:
         answers = list(pool.map(lambda text: server.prompt_log_probs(text, 1 + banned if greedy else -1), texts))
     widest = 1 + max(len(entry.draft_G) for entry in entries)
     out_BJV = torch.zeros(len(entries), widest, lm.config.vocab_size, dtype=lm.log_prob_dtype)
     for answer, place in zip(answers, places, strict=True):
         for member, node, position in place:
-            out_BJV[member, node] = distribution(answer[position], out_BJV.shape[2]).to(out_BJV.dtype)
+            out_BJV[member, node] = distribution(answer[position], out_BJV.shape[2], lm.never_predicted).to(out_BJV.dtype)
     return out_BJV.to(lm.device)
 
 
@@ -68,13 +72,16 @@ def leaves_of(tree: Tree, count: int) -> list[list[int]]:
     return [tree.path_JJ[node, :count].nonzero().flatten().tolist() for node in range(count) if not inside[node]]
 
 
-def distribution(known: Mapping[int, float], vocabulary: int) -> Tensor:
-    """Log-probabilities [V] of all tokens, of which some are known."""
-    token_K, log_prob_K = torch.tensor(list(known)), torch.tensor(list(known.values()), dtype=torch.float64)
-    rest = max(0.0, 1.0 - float(log_prob_K.exp().sum()))
-    others = vocabulary - len(known)
+def distribution(known: Mapping[int, float], vocabulary: int, never: Collection[int]) -> Tensor:
+    """Log-probabilities [V] of all tokens, of which some are known: what is left is spread evenly over the others, and some are never
+    written. A server's model may have more rows than tokens: they are left out. Not normalised if those have a probability."""
+    inside = {token: log_prob for token, log_prob in known.items() if token < vocabulary and token not in never}
+    rest = max(0.0, 1.0 - sum(map(math.exp, known.values())))
+    others = vocabulary - len({*inside, *never})
     out_V = torch.full((vocabulary,), rest / others if others else 0.0, dtype=torch.float64).log()
-    out_V[token_K] = log_prob_K
+    out_V[list(inside)] = torch.tensor(list(inside.values()), dtype=torch.float64)
+    for token in never:
+        out_V[token] = -torch.inf
     return out_V
 
 

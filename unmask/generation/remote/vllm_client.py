@@ -60,7 +60,8 @@ class RemoteLM:
         models = self.http.read(self.http.call("GET", "/v1/models"), base_models)
         if model is None and len(models) != 1:
             raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
-        self.model = model or models[0]
+        self.model = model or next(iter(models))
+        self.context_length = models.get(self.model)
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
         """Complete prompts; arguments and result as in `unmask.generate`. The server draws its own random numbers, seeded for every
@@ -115,7 +116,11 @@ class RemoteLM:
                 remedy = "Start it with --max-logprobs -1, or decode greedily with few forbidden tokens"
                 raise GenerationError(f"the server refuses {top} log-probabilities a token", where="verifier", remedy=remedy) from error
             raise
-        return self.http.read(answer, read_prompt_log_probs)
+        found = self.http.read(answer, read_prompt_log_probs)
+        if fewer := [len(known) for known in found[1:] if len(known) < (len(self.tokenizer) - 1 if top == -1 else top)]:
+            remedy = "Start it with --max-logprobs -1" if top == -1 else "Decode with fewer forbidden tokens"
+            raise GenerationError(f"the server gives {min(fewer)} log-probabilities of a token", where="verifier", remedy=remedy)
+        return found
 
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Send new weights to the server, and clear its prefix cache.
@@ -205,6 +210,6 @@ def read_prompt_log_probs(answer: Any) -> list[dict[int, float]]:
     return [{int(token): float(one["logprob"]) for token, one in (each or {}).items()} for each in answer["choices"][0]["prompt_logprobs"]]
 
 
-def base_models(answer: Any) -> list[str]:
-    """The models that a server lists, without adapters."""
-    return [card["id"] for card in answer["data"] if not card.get("parent")]
+def base_models(answer: Any) -> dict[str, int | None]:
+    """The models that a server lists, without adapters, each with its context length if the server says so."""
+    return {card["id"]: card.get("max_model_len") for card in answer["data"] if not card.get("parent")}
