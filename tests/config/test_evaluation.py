@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unmask.config.evaluation import EvaluationConfig
+from unmask.config.run import RunConfig
 from unmask.errors import ConfigError
 
 
@@ -34,3 +35,9 @@ def test_settings_that_do_not_fit_together_are_refused(settings, message):
 def test_a_list_of_one_may_be_one_word():
     config = EvaluationConfig(task="sudoku,copy", data="a.csv", attempts=4, pass_at=2)
     assert (config.tasks, config.data, config.ks) == (["sudoku", "copy"], ["a.csv"], [2])
+
+
+@pytest.mark.parametrize("value", [True, 3, "sudoku", ["sudoku"]])
+def test_what_is_no_mapping_is_refused(value):
+    with pytest.raises(ConfigError, match="retention: .* is not valid. It should be a valid dictionary"):
+        RunConfig(retention=value)

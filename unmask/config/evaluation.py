@@ -74,7 +74,9 @@ class EvaluationConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _fill_in(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values  # refused by name
         lists = {name: values[name] for name in LISTS if values.get(name) is not None}
         values = values | {name: list(map(_text, each if isinstance(each, list) else [each])) for name, each in lists.items()}
         measured = any(values.get(kind) for kind in (TASK, HARNESS, LIKELIHOOD))
