@@ -200,9 +200,8 @@ def _in_loop(config: SamplerConfig) -> bool:
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
-    """Tokens to reveal at each step of each block: at least one step per block, and one token per step (none in some, with
-    `revise` and its schedule loop). `sizes`: hidden tokens of each
-    block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
+    """Tokens to reveal at each step of each block: at least one step per block, and one token per step (none in some, with `revise` and its
+    schedule loop). `sizes`: hidden tokens of each block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
     if config.parallel:
         return None
     counts, first = [], 0

@@ -83,7 +83,9 @@ def infill(
     if length is None:
         return complete(lm, make_infill_requests(lm, texts, config, keys), config)
     if length not in ("auto", "search"):
-        raise GenerationError(f"{length!r}", where="length", remedy="Use 'auto', or None and a mask token for every missing token")
+        raise GenerationError(
+            f"{length!r}", where="length", remedy="Use 'auto' or 'search', or None and a mask token for every missing token"
+        )
     if length == "auto" and lm.expand_token_id is not None:
         return fill_gaps(lm, texts, config, keys, max_gap, gap_mark)
     if keys is not None:

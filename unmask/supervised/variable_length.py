@@ -9,7 +9,7 @@ text before it. So r is uniform from 0 to max_gap, however many are revealed, an
     p(delete at i) = p(r < i),    p(expand at K) = p(r > K),    given what is visible.
 
 A sampler that expands the last position, or deletes the positions after the end, reaches only such canvases. In a quarter of the gaps the
-length is told: all hidden tokens show the mask token. Half of the rows are shown without the end token at their end, as texts to fill have
+length is given: all hidden tokens show the mask token. Half of the rows are shown without the end token at their end, as texts to fill have
 none.
 
 The loss of a row is -mean log p(target) over its hidden positions, times its tokens: the masked-diffusion loss with exact counts.
@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,19 @@ from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
 
-TOLD = 0.25  # of the gaps
-NUMBERS = 7  # random numbers of a gap
+KEEPS_LENGTH = 0.25  # of the gaps
+
+
+class Numbers(NamedTuple):
+    """The uniform random numbers of a gap, by what each decides."""
+
+    keeps_length: float
+    num_known: float  # tokens that are known to be there
+    num_missing: float
+    start: float
+    num_hidden: float  # of the known ones
+    in_order: float  # whether those were revealed from left to right
+    num_positions: float  # of what is missing
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap
     ids_BT, device = batch["input_ids"], batch["input_ids"].device
     ends = torch.tensor(lm.eos_token_ids, dtype=torch.long, device=device)
     inside_BT = batch["maskable"] & ~torch.isin(ids_BT, ends)
-    number_1N = torch.arange(1 + NUMBERS * (ids_BT.shape[1] // (2 * max_gap) + 1), device=device)[None]
+    number_1N = torch.arange(1 + len(Numbers._fields) * (ids_BT.shape[1] // (2 * max_gap) + 1), device=device)[None]
     number_BN = draw.uniform(number_1N, 1, Stream.GAP)[:, 0]
     order_BT = draw.uniform(columns(ids_BT), 1, Stream.MASK)[:, 0]
     rows = []
@@ -111,7 +122,7 @@ class _Row:
         numbers: Sequence[float],
         order: Sequence[float],
     ):
-        self.lm, self.max_gap, (self.ends, *self.numbers), self.order = lm, max_gap, numbers, order
+        self.lm, self.max_gap, (self.drops_end, *self.numbers), self.order = lm, max_gap, numbers, order
         self.ids, self.documents = ids, documents
         self.length = sum(document > 0 for document in documents)
         self.places = [place for place, learnt in enumerate(inside) if learnt]
@@ -126,42 +137,43 @@ class _Row:
             parts += [self._text(last, gap[0]), cells]
             last = gap[-1] + 1
         rest = self._text(last, self.length)
-        unended = self.ends < 0.5 and len(rest) > 1 and rest[-1][0] in self.lm.eos_token_ids  # some text must follow a gap
+        unended = self.drops_end < 0.5 and len(rest) > 1 and rest[-1][0] in self.lm.eos_token_ids  # some text must follow a gap
         return [*chain.from_iterable(parts), *rest[: len(rest) - unended]]
 
     def _text(self, start: int, stop: int) -> list[Cell]:
         return [(self.ids[place], self.ids[place], False, self.documents[place]) for place in range(start, stop)]
 
-    def _gaps(self) -> Iterator[tuple[list[int], int | None, Sequence[float]]]:
-        """The places of each gap, in order; how many of its tokens are missing at the end (None: its length is told); and the rest of its
-        random numbers. Each gap is in a stretch of its own, whose last token stays visible if another stretch follows."""
+    def _gaps(self) -> Iterator[tuple[list[int], int | None, Numbers]]:
+        """The places of each gap, in order; how many of its tokens are missing at the end (None: its length is given); and its random
+        numbers. Each gap is in a stretch of its own, whose last token stays visible if another stretch follows."""
         count = max(1, len(self.places) // (2 * self.max_gap))
         for gap in range(count):
             first, stop = len(self.places) * gap // count, len(self.places) * (gap + 1) // count
             stretch = self.places[first : stop - (gap < count - 1)]
             if not stretch:
                 continue
-            told, long, rest, begin, *numbers = self.numbers[NUMBERS * gap : NUMBERS * (gap + 1)]
-            missing = 0 if told < TOLD else int(rest * (self.max_gap + 1))
-            known = 1 + int(long * self.max_gap) if told < TOLD else int(long * (self.max_gap - missing + 1))
+            width = len(Numbers._fields)
+            numbers = Numbers(*self.numbers[width * gap : width * (gap + 1)])
+            given = numbers.keeps_length < KEEPS_LENGTH
+            missing = 0 if given else int(numbers.num_missing * (self.max_gap + 1))
+            known = 1 + int(numbers.num_known * self.max_gap) if given else int(numbers.num_known * (self.max_gap - missing + 1))
             size = min(max(1, missing + known), len(stretch))
-            start = int(begin * (len(stretch) - size + 1))
+            start = int(numbers.start * (len(stretch) - size + 1))
             places = stretch[start : start + size]
             together = [self._follows(one, other) for one, other in pairwise(places)]
             places = places[: together.index(False) + 1 if False in together else None]
-            yield places, None if told < TOLD else min(missing, len(places)), numbers
+            yield places, None if given else min(missing, len(places)), numbers
 
     def _follows(self, one: int, other: int) -> bool:
         return other == one + 1 and self.documents[one] == self.documents[other]
 
-    def _gap(self, places: Sequence[int], missing: int | None, numbers: Sequence[float]) -> list[Cell]:
-        """The positions of a gap."""
+    def _gap(self, places: Sequence[int], missing: int | None, numbers: Numbers) -> list[Cell]:
+        """The positions of a gap of which so many tokens are missing at the end."""
         lm, length, document = self.lm, len(places), self.documents[places[0]]
         tokens = [self.ids[place] for place in places]
-        noise, ordered, size = numbers
         known = length if missing is None else length - missing  # tokens that are there for sure, the last of them revealed
-        count = 1 + int(noise * length) if missing is None else int(noise * known)  # of these that are hidden
-        if ordered < 0.5:  # as when they were revealed from left to right
+        count = 1 + int(numbers.num_hidden * length) if missing is None else int(numbers.num_hidden * known)  # of these that are hidden
+        if numbers.in_order < 0.5:  # as when they were revealed from left to right
             ranked = list(reversed(range(known)))
             count = count if missing is None else 0
         else:
@@ -172,7 +184,7 @@ class _Row:
         if longest == 0:
             return cells
         assert missing is not None and lm.expand_token_id is not None and lm.delete_token_id is not None
-        positions = 1 + int(size * longest)
+        positions = 1 + int(numbers.num_positions * longest)
         targets = [*tokens[known : known + positions], *[lm.delete_token_id] * (positions - missing)]
         if missing > positions:
             targets[-1] = lm.expand_token_id

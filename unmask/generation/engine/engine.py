@@ -24,7 +24,7 @@ from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
-from unmask.generation.remote.verify import check_server
+from unmask.generation.remote.verify import check_served, check_server
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
 from unmask.generation.speculation import num_columns
@@ -86,9 +86,10 @@ class Engine:
             GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
         """
         check_settings(self.lm, config)
-        if self.verifier is not None:
-            written = int(isinstance(self.verifier, RemoteLM))  # a server always writes a token after what it reads
-            check_verified(self.verifier.context_length, request.length + written, config)
+        if isinstance(self.verifier, RemoteLM):
+            check_served(self.verifier, request, config)
+        elif self.verifier is not None:
+            check_verified(self.verifier.context_length, request.length, config)
         given = (request.counts is None, bool(request.gaps), bool(request.revisions))
         if given != (config.parallel, config.constraint is not None, config.revise is not None):
             raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")

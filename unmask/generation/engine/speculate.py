@@ -41,8 +41,7 @@ def speculate(
     lm: DiffusionLM, verifier: Verifier | None, slots: Slots, sequences: Sequence[SequenceState], alone: bool
 ) -> list[SequenceState]:
     """One round of each sequence. Those of different settings or very different lengths have separate passes; with `alone`, all have.
-    Returns the finished ones. `verifier`: the causal model that verifies, here or on a
-    server; None: the model itself."""
+    Returns the finished ones. `verifier`: the causal model that verifies, here or on a server; None: the model itself."""
     finished: list[SequenceState] = []
     for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
         alike = [sequence for sequence in sequences if sequence.config is config]

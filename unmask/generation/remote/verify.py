@@ -16,6 +16,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.slots import SpeculativeEntry
 from unmask.generation.remote.vllm_client import RemoteLM
+from unmask.generation.requests import Request, check_verified
 from unmask.generation.speculation import Tree
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -38,11 +39,8 @@ def server_logits(
         ids_BT: the sequences.
 
     Raises:
-        GenerationError: a repetition penalty, the server gives too few log-probabilities, or it refuses or does not answer.
+        GenerationError: the server gives too few log-probabilities, or it refuses or does not answer.
     """
-    if config.repetition_penalty != 1:
-        what = "changes logits, of which a server tells only the log-probabilities"
-        raise GenerationError(what, where="repetition_penalty and verifier", remedy="Leave one of them out")
     banned = len({lm.mask_token_id, *(config.forbidden_tokens or ())})
     greedy = config.temperature == 0 and not config.allowed_tokens and not config.trace  # entropies need all
     texts, places = [], []
@@ -93,3 +91,11 @@ def check_server(lm: DiffusionLM, server: RemoteLM) -> None:
     if words != others:
         what = f"{len(words.items() ^ others.items())} entries differ from those of the drafting model's tokenizer"
         raise GenerationError(what, where="verifier", remedy="Give a server of a model with the same tokenizer")
+
+
+def check_served(server: RemoteLM, request: Request, config: SamplerConfig) -> None:
+    """Raise GenerationError for a request that a server cannot verify."""
+    check_verified(server.context_length, request.length + 1, config)  # a server always writes a token after what it reads
+    if config.repetition_penalty != 1:
+        what = "changes logits, of which a server gives only the log-probabilities"
+        raise GenerationError(what, where="repetition_penalty and verifier", remedy="Leave one of them out")
