@@ -117,6 +117,20 @@ class Engine:
             self.waiting.remove(sequence)
         return sequence is not None
 
+    def state(self, ticket: int) -> tuple[list[int], list[float], int, int] | None:
+        """Of a running sequence: its ids (with the mask token at hidden positions) and their log-probabilities when they were revealed, the
+        denoising steps so far, and the number of positions, from the first one on, that no later step changes. Else None."""
+        sequence = next((each for each in self.running if each.ticket == ticket), None)
+        if sequence is None:
+            return None
+        at = (sequence.slots[0], slice(0, sequence.request.length))
+        ids = self.slots.ids_SC[at].tolist()
+        num_final = sequence.span[0] if sequence.speculation is None else sequence.speculation.position
+        if sequence.speculation is None and sequence.config.remask == 0 and sequence.config.revise is None:
+            hidden = self.slots.hidden_SC[at].tolist()
+            num_final = hidden.index(True) if True in hidden else len(ids)
+        return ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final
+
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
         while self.waiting or self.running or self.finished:
