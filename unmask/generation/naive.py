@@ -6,7 +6,7 @@ Shapes: T tokens, V vocabulary, N = 1 (fields of a `Decision` for one position).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests, without_ends
 from unmask.generation.revise import doubts, present_log_probs
 from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
-from unmask.generation.variable_length import RECORDS, OpenText, decide_open, make_filled, open_texts
+from unmask.generation.variable_length import RECORDS, OpenText, decide_open, event_probs, make_filled, open_texts, settled_length
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import predicting_lengths
 from unmask.models.model_state import evaluating
@@ -79,10 +79,11 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
     ]
     moved: dict[int, int | None] = {}  # the gaps that have expanded or were deleted from, and the token that did it
     passes, expand, delete = 0, lm.expand_token_id, lm.delete_token_id
+    settled = set[int]()  # the gaps whose length is known
 
     def may(place: int) -> list[bool]:
         own = [other for other, cell in enumerate(cells) if cell[0] == cells[place][0]]
-        still = cells[place][0] >= 0 and all(cells[other][1] is None for other in own if other >= place)
+        still = cells[place][0] >= 0 and cells[place][0] not in settled and all(cells[other][1] is None for other in own if other >= place)
         last, done = place == own[-1], moved.get(cells[place][0])
         return [still and last and len(own) < max_gap and done != delete, still and len(own) > 1 and done != expand, still]
 
@@ -92,11 +93,17 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
         logits_TV = predicting_lengths(lm).logits(torch.tensor([shown], device=lm.device), hidden_BT=hidden_1T)[0]
         present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
         present_1V[0, [lm.mask_token_id if token is None else token for _, token, _, _ in cells]] = True
-        decisions = {}
+        decisions, events = {}, {}
         for place in hidden_1T[0].nonzero().flatten().tolist():
             key_1, step_1, place_1 = (torch.tensor([number], device=lm.device) for number in (text.key, passes, place))
             may_12 = torch.tensor([may(place)[:2]], device=lm.device)
             decisions[place] = decide_open(lm, logits_TV[place][None], may_12, config, key_1, step_1, place_1, present_1V)
+            events[place] = event_probs(lm, logits_TV[place][None], may_12, config, present_1V)[0].tolist()
+        if config.temperature == 0 and (known := _known_lengths(cells, may, events)):
+            cells = [cell for place, cell in enumerate(cells) if place < known.get(cell[0], len(cells))]
+            settled |= known.keys()
+            passes += 1
+            continue
         order = sorted(decisions, key=lambda place: (-float(decisions[place].priority_N), place))
         count = _num_accepted(order, decisions, config) if config.parallel else config.tokens_per_step or 1
         tokens = {place: int(decision.token_N) for place, decision in decisions.items()}
@@ -119,6 +126,20 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
         passes += 1
     gaps, ids, steps, records = (list(column) for column in zip(*cells, strict=True))
     return OpenText(text.key, ids, [False] * len(ids), gaps, steps, records, passes)
+
+
+def _known_lengths(
+    cells: list[tuple[int, int | None, int, tuple]], may: Callable[[int], list[bool]], events: dict[int, list[float]]
+) -> dict[int, int]:
+    """The places where gaps end whose length is all but certain, by the probabilities of expand and delete at each place."""
+    ends = dict[int, int]()
+    for gap in {cell[0] for cell in cells if cell[0] >= 0}:
+        own = [place for place, cell in enumerate(cells) if cell[0] == gap]
+        opened = [place for place in own if place in events and may(place)[2]]
+        if opened:
+            missing = settled_length([events[place][1] for place in opened], events[opened[-1]][0])
+            ends |= {} if missing is None else {gap: max(opened[0] + missing, own[0] + 1)}
+    return ends
 
 
 def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:

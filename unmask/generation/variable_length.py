@@ -6,8 +6,10 @@ the gap has fewer than i tokens, and p(expand) that it has more tokens than posi
 
 A gap that has expanded is not deleted from, and one that was deleted from does not expand: it was decided that it has at least, or at most,
 so many tokens. From left to right, drawn gaps of up to `FIRST_POSITIONS` tokens then have exactly the model's distribution; in other cases
-the tokens before are drawn without this knowledge. At temperature 0 an event is taken if it is more probable than not, thus at first the
-median length.
+the tokens before are drawn without this knowledge.
+
+At temperature 0 an event is taken if it is more probable than not, thus at first the median length. A length with a probability of
+`SETTLED` is settled before any token is revealed: the gap then shows mask tokens, of which the model is surer than of open positions.
 
 `naive.fill_gaps` defines the tokens. Shapes: N hidden positions of the running texts, B texts, T positions, V vocabulary.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +40,7 @@ from unmask.models.model_state import evaluating
 
 FIRST_POSITIONS = 16
 """Of a gap, if it may be so long. More cost wider passes; a longer gap costs a pass for each further position."""
+SETTLED = 0.9
 UNSUPPORTED = (
     *("steps", "schedule", "block_size", "remask", "revise", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
     *("drafts", "mode", "sub_block_size"),
@@ -58,6 +62,7 @@ class OpenText:
     passes: int = 0
     grown: set[int] = field(default_factory=set)  # gaps that have expanded
     shrunk: set[int] = field(default_factory=set)  # gaps that were deleted from
+    settled: set[int] = field(default_factory=set)  # gaps whose length is known
 
     def span(self, position: int) -> tuple[int, int]:
         """The start and stop of the position's gap."""
@@ -65,8 +70,9 @@ class OpenText:
         return start, start + self.gap.count(self.gap[position])
 
     def is_open(self, position: int) -> bool:
-        """Whether the position is in a gap, with no revealed token from it on."""
-        return self.gap[position] >= 0 and all(self.hidden[position : self.span(position)[1]])
+        """Whether the position is in a gap of open length, with no revealed token from it on."""
+        is_gap = self.gap[position] >= 0 and self.gap[position] not in self.settled
+        return is_gap and all(self.hidden[position : self.span(position)[1]])
 
     def may(self, position: int, max_gap: int) -> tuple[bool, bool]:
         """Whether a position may expand, and whether it may be deleted. A gap has 1 to `max_gap` positions."""
@@ -94,9 +100,26 @@ class OpenText:
     def delete(self, position: int) -> None:
         """Remove a position, and those after it in the gap."""
         self.shrunk.add(self.gap[position])
-        stop = self.span(position)[1]
+        self._cut(position, self.span(position)[1])
+
+    def _cut(self, start: int, stop: int) -> None:
         for values in self._columns:
-            del values[position:stop]
+            del values[start:stop]
+
+    def settle(self, events: dict[int, tuple[float, float]]) -> bool:
+        """Give gaps the length that is all but certain, by the probabilities of expand and delete at each position. Returns whether any
+        was."""
+        cuts = list[tuple[int, int, int]]()
+        for gap in {self.gap[position] for position in events if self.is_open(position)}:
+            opened = [position for position in events if self.gap[position] == gap and self.is_open(position)]
+            missing = settled_length([events[position][1] for position in opened], events[opened[-1]][0])
+            if missing is not None:
+                start = self.gap.index(gap)
+                cuts.append((max(opened[0] + missing, start + 1), opened[-1] + 1, gap))
+        for start, stop, gap in sorted(cuts, reverse=True):
+            self._cut(start, stop)
+            self.settled.add(gap)
+        return bool(cuts)
 
 
 def fill_gaps(
@@ -163,6 +186,7 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[seen.member_N].unbind(1)
     present_NV = slots.present(seen.member_N, seen.logits_NV.shape[1]) if config.repetition_penalty != 1 else None
     decision = decide_open(lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV)
+    settled = _settle(texts, places, event_probs(lm, seen.logits_NV, may_N2, config, present_NV)) if config.temperature == 0 else set()
     priority_BT = torch.full(slots.ids_SC.shape, -torch.inf, device=lm.device)
     priority_BT[seen.member_N, seen.position_N] = decision.priority_N
     count_B = torch.full((len(texts),), config.tokens_per_step or 1, device=lm.device)
@@ -175,9 +199,34 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     for (member, position), token, record, is_chosen in zip(places, tokens, records, chosen, strict=True):
         decided[member][position] = (token, record)
         revealed[member] += [position] * is_chosen
-    for text, all_decided, positions in zip(texts, decided, revealed, strict=True):
-        _reveal(lm, text, all_decided, positions, config, max_gap)
+    for member, (text, all_decided, positions) in enumerate(zip(texts, decided, revealed, strict=True)):
+        if member not in settled:
+            _reveal(lm, text, all_decided, positions, config, max_gap)
         text.passes += 1
+
+
+def _settle(texts: Sequence[OpenText], places: Sequence[tuple[int, int]], event_N2: Tensor) -> set[int]:
+    """Settle the lengths that are all but certain. Returns the texts with any: they reveal nothing in this step."""
+    events: list[dict[int, tuple[float, float]]] = [{} for _ in texts]
+    for (member, position), (expand, delete) in zip(places, event_N2.tolist(), strict=True):
+        events[member][position] = expand, delete
+    return {member for member, text in enumerate(texts) if text.settle(events[member])}
+
+
+def settled_length(delete_K: Sequence[float], expand: float) -> int | None:
+    """How many tokens are missing, if a number has a probability of `SETTLED`, by the probabilities of delete at each of K open positions,
+    p(fewer than i are missing), and of expand at the last one, p(more than K are)."""
+    below = [0.0, *delete_K, 1 - expand]
+    return next((number for number, (less, more) in enumerate(pairwise(below)) if more - less >= SETTLED), None)
+
+
+def event_probs(lm: DiffusionLM, logits_NV: Tensor, may_N2: Tensor, config: SamplerConfig, present_NV: Tensor | None) -> Tensor:
+    """The probabilities [N, 2] of expand and delete among all that is allowed; 0 where `may_N2` excludes them."""
+    both = [lm.expand_token_id, lm.delete_token_id]
+    possible_NV = logits_NV.clone()
+    possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
+    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
+    return (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True)).exp()
 
 
 def decide_open(
@@ -197,8 +246,7 @@ def decide_open(
     possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
     if config.temperature > 0:
         return decide(possible_NV, config, *where)
-    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
-    likely_N2 = may_N2 & (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True) > math.log(0.5))
+    likely_N2 = event_probs(lm, logits_NV, may_N2, config, present_NV) > 0.5
     taken_NV = logits_NV.clone()
     taken_NV[:, both] = logits_NV[:, both].masked_fill(~likely_N2, -torch.inf)
     token_N = decide(taken_NV, config, *where).token_N
