@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import UnmaskError
@@ -12,6 +12,8 @@ from unmask.generation.frames import Frame
 from unmask.generation.output import Trace
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
+
+Result = TypeVar("Result")
 
 
 class ServiceError(UnmaskError):
@@ -68,7 +70,7 @@ class Work:
 class Event(NamedTuple):
     """A step of a sequence, or its end."""
 
-    index: int  # of the sequence in what was submitted
+    index: int  # type: ignore[assignment]  # of the sequence in what was submitted
     frame: Frame | None  # set only with Work.frames
     trace: Trace | None  # set once for each sequence, at its end
 
@@ -103,4 +105,9 @@ class Service(Protocol):
             TimeLimitError: the time is over (504).
             StoppedError: the server is ending (503).
         """
+        ...
+
+    async def between_steps(self, function: Callable[[], Result]) -> Result:
+        """Run a function that needs the model, such as the search for the length of a gap, where the engine runs and between two of its
+        steps. Errors as it raises, and StoppedError."""
         ...
