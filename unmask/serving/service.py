@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import UnmaskError
@@ -12,6 +12,8 @@ from unmask.generation.frames import Frame
 from unmask.generation.output import Trace
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
+
+Result = TypeVar("Result")
 
 
 class ServiceError(UnmaskError):
@@ -103,4 +105,9 @@ class Service(Protocol):
             TimeLimitError: the time is over (504).
             StoppedError: the server is ending (503).
         """
+        ...
+
+    async def between_steps(self, function: Callable[[], Result]) -> Result:
+        """Run a function that needs the model, such as the search for the length of a gap, where the engine runs and between two of its
+        steps. Errors as it raises, and StoppedError."""
         ...
