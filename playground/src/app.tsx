@@ -209,7 +209,7 @@ function Conversation({ turns, question }: { turns: Message[]; question: string 
       {[...turns, { role: "user", content: question }].map(({ role, content }, index) => (
         <li key={index} class={role}>
           <b>{role === "user" ? "You" : "Model"}</b>
-          <p>{content}</p>
+          <p>{content.trim()}</p>
         </li>
       ))}
     </ol>

@@ -1,4 +1,4 @@
-import { useEffect, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useState } from "preact/hooks";
 import type { Model } from "../wire/types";
 
 interface Props {
@@ -100,7 +100,7 @@ function ThemeButton() {
     query.addEventListener("change", changed);
     return () => query.removeEventListener("change", changed);
   }, []);
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!chosen) return;
     document.documentElement.dataset.theme = chosen;
     localStorage.setItem("theme", chosen);

@@ -1,4 +1,4 @@
-import { useMemo, useState } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { download, toJson, toSvg } from "../core/export";
 import { differences } from "../core/recording";
 import type { Run } from "../core/run";
@@ -25,6 +25,9 @@ export function Results({ runs, model, player, length, colour, onColour }: Props
   const differing = useMemo(() => {
     return finished && first.recording && second.recording ? differences(first.recording, second.recording) : null;
   }, [finished, first, second]);
+  const stages = useRef<HTMLDivElement>(null);
+  // biome-ignore lint/correctness/useExhaustiveDependencies: a new run is looked at, wherever the page was scrolled to
+  useEffect(() => stages.current?.scrollIntoView?.({ block: "nearest" }), [first]);
   return (
     <>
       <div class="view-options">
@@ -39,7 +42,7 @@ export function Results({ runs, model, player, length, colour, onColour }: Props
         />
         <Legend colour={colour} />
       </div>
-      <div class={runs.length > 1 ? "stages two" : "stages"}>
+      <div ref={stages} class={runs.length > 1 ? "stages two" : "stages"}>
         {runs.map((run, index) => (
           <Stage
             key={index}

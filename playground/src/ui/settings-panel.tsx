@@ -24,7 +24,8 @@ export function SettingsPanel({ setup, onChange }: Props) {
     const changed = decodings.map((each, index) => (index === which ? { ...each, ...change } : each));
     onChange({ ...setup, decodings: changed as [Decoding, Decoding] });
   };
-  const summary = `${shared.maxTokens} tokens, ${describe(decodings[0])}${compare ? ` against ${describe(decodings[1])}` : ""}`;
+  const tokens = setup.mode === "infill" ? "" : `${shared.maxTokens} tokens, `;
+  const summary = `${tokens}${describe(decodings[0])}${compare ? ` against ${describe(decodings[1])}` : ""}`;
   return (
     <section class={`settings${open ? " open" : ""}`} aria-label="Settings">
       <button

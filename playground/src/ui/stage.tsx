@@ -139,8 +139,8 @@ function Figures({ run }: { run: Run }) {
   const figures: [string, string][] = [
     ["passes", String(run.passes)],
     ["tokens", String(run.tokens)],
-    ["tokens a pass", run.tokensPerPass.toFixed(run.tokensPerPass < 10 ? 2 : 1)],
-    ["tokens a second", run.tokensPerSecond.toFixed(run.tokensPerSecond < 10 ? 1 : 0)],
+    ["per pass", run.tokensPerPass.toFixed(run.tokensPerPass < 10 ? 2 : 1)],
+    ["per second", run.tokensPerSecond.toFixed(run.tokensPerSecond < 10 ? 1 : 0)],
   ];
   return (
     <dl class="figures">

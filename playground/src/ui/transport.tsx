@@ -102,7 +102,7 @@ function Graph({ recording, length, at }: { recording: Recording; length: number
 }
 
 function barPaths(recording: Recording, length: number): string[] {
-  const gap = length > 120 ? 0 : 0.15;
+  const gap = length > 120 ? 0 : length > 40 ? 0.15 : 0.32;
   return recording.frames.map((frame, index) => {
     const height = 2 + (HEIGHT - 2) * (frame.revealed.length / Math.max(1, recording.widest));
     return `M${index + gap} ${HEIGHT}v-${height.toFixed(2)}h${1 - 2 * gap}V${HEIGHT}z`;

@@ -1,4 +1,4 @@
-"""A server of the playground, and one browser for all tests."""
+"""A server with the playground, and one browser for all tests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
 
-from tests.helpers import REPOSITORY
-from tests.serving.playground.fake_server import FakeServer
 from tests.serving.playground.reciting import reciting
+from tests.serving.servers import served
+from unmask.serving.app import PLAYGROUND
 
-STATIC = REPOSITORY / "unmask" / "serving" / "static"
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
 @pytest.fixture(scope="session")
 def chromium() -> Iterator[Browser]:
-    if not (STATIC / "index.html").exists():
+    if not (PLAYGROUND / "index.html").exists():
         pytest.skip("the playground is not built: make playground")
     program = shutil.which("chromium")
     if program is None:
@@ -30,18 +29,9 @@ def chromium() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def server(chromium: Browser) -> Iterator[tuple[FakeServer, str]]:
-    fake = FakeServer(reciting(), STATIC)
-    with fake.running() as address:
-        yield fake, address
-
-
-@pytest.fixture
-def fake(server: tuple[FakeServer, str]) -> Iterator[FakeServer]:
-    fake, _ = server
-    fake.requests.clear()
-    fake.pace, fake.key, fake.cancelled = 0.0, None, 0
-    yield fake
+def address(chromium: Browser) -> Iterator[str]:
+    with served(reciting()) as address:
+        yield address
 
 
 @pytest.fixture
@@ -52,12 +42,21 @@ def context(chromium: Browser) -> Iterator[BrowserContext]:
 
 
 @pytest.fixture
-def page(context: BrowserContext, server: tuple[FakeServer, str], fake: FakeServer) -> Iterator[Page]:
+def page(context: BrowserContext, address: str) -> Iterator[Page]:
     """The playground, just opened. Whatever the page's content security policy stops, or its script throws, fails the test."""
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    page.goto(server[1])
+    page.goto(address)
     yield page
-    assert not [problem for problem in problems if "401" not in problem]
+    answers = ("status of 400", "status of 401")  # Chromium reports answers that a test asks for
+    assert not [problem for problem in problems if not any(answer in problem for answer in answers)]
+
+
+@pytest.fixture
+def sent(page: Page) -> list[dict]:
+    """Bodies of the requests that the page sends."""
+    bodies: list[dict] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    return bodies

@@ -14,9 +14,9 @@ from unmask.models.load import make_diffusion
 TEXT = (
     "A lens gathers light from every point of an object and bends it so that the rays meet again. Where they meet, an image stands in the "
     "air, upside down and smaller than the thing itself. Put a second lens behind it and the image grows; put a screen there and it can be "
-    "drawn by hand.\n\nThe first observers did not trust what they saw. They turned the tube on things they knew, a coin, a thread, the edge "
-    "of a knife, and asked whether the instrument told the truth about them. Only when it did were they ready to believe the rest: the "
-    "mountains on the moon, the cells in a slice of cork, the small animals in a drop of rain.\n\n"
+    "drawn by hand.\n\nThe first observers did not trust what they saw. They turned the tube on things they knew, a coin, a thread, the "
+    "edge of a knife, and asked whether the instrument told the truth about them. Only when it did were they ready to believe the "
+    "rest: the mountains on the moon, the cells in a slice of cork, the small animals in a drop of rain.\n\n"
 )
 CONTEXT = 640
 WIDTH = 128
