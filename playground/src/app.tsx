@@ -1,5 +1,6 @@
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { findGaps } from "./core/gaps";
+import type { Run } from "./core/run";
 import { fromFragment, MODES, type Mode, type Setup, toFragment } from "./core/share";
 import { Composer } from "./ui/composer";
 import { HelpDialog, KeyDialog } from "./ui/dialogs";
@@ -60,12 +61,7 @@ export function App() {
   const run = useCallback(async () => {
     if (!model) return;
     const { setup, turns, question, runs } = latest.current;
-    const before = runs[0];
-    // The answer that stands on the stage becomes a turn, unless it failed.
-    const answered = question && before?.status === "done";
-    const talk: Message[] = answered
-      ? [...turns, { role: "user", content: question }, { role: "assistant", content: before.text }]
-      : turns;
+    const talk = [...turns, ...lastTurns(question, runs[0])];
     setProblem("");
     player.restart();
     try {
@@ -102,7 +98,9 @@ export function App() {
     setQuestion("");
   };
   const switchMode = (mode: Mode) => {
-    clearAll();
+    setTurns([...turns, ...lastTurns(question, runs[0])]);
+    setQuestion("");
+    clear();
     setProblem("");
     setSetup({ ...setup, mode });
   };
@@ -127,7 +125,7 @@ export function App() {
       setup={setup}
       running={running}
       ready={model !== null && !chatless}
-      hasTurns={question !== ""}
+      hasTurns={question !== "" || turns.length > 0}
       onChange={setSetup}
       onRun={run}
       onCancel={cancel}
@@ -169,7 +167,7 @@ export function App() {
           )}
           {chatless && <p class="note">This model has no chat template. Completion and infill work with it.</p>}
           {setup.mode === "chat" ? null : composer}
-          {question && <Conversation turns={turns} question={question} />}
+          {setup.mode === "chat" && <Conversation turns={turns} question={question} />}
           {runs.length ? (
             <Results
               runs={runs}
@@ -203,10 +201,21 @@ export function App() {
   );
 }
 
+/** The question and the answer on the stage as turns of a conversation; none if there is no answer. */
+function lastTurns(question: string, run: Run | undefined): Message[] {
+  if (!question || run?.status !== "done") return [];
+  return [
+    { role: "user", content: question },
+    { role: "assistant", content: run.text },
+  ];
+}
+
 function Conversation({ turns, question }: { turns: Message[]; question: string }) {
+  const all: Message[] = question ? [...turns, { role: "user", content: question }] : turns;
+  if (!all.length) return null;
   return (
     <ol class="turns" aria-label="Conversation">
-      {[...turns, { role: "user", content: question }].map(({ role, content }, index) => (
+      {all.map(({ role, content }, index) => (
         <li key={index} class={role}>
           <b>{role === "user" ? "You" : "Model"}</b>
           <p>{content.trim()}</p>

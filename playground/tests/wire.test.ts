@@ -88,6 +88,18 @@ describe("stream", () => {
     await expect(all(stream("p", {}, "", new AbortController().signal))).rejects.toThrow("The server is ending.");
   });
 
+  it("says that nobody answers, and passes a cancellation on", async () => {
+    vi.stubGlobal("fetch", () => Promise.reject(new TypeError("Failed to fetch")));
+    await expect(listModels("")).rejects.toEqual(new ApiError(0, "The server does not answer."));
+    const cancelled = new DOMException("aborted", "AbortError");
+    vi.stubGlobal("fetch", () => Promise.reject(cancelled));
+    await expect(listModels("")).rejects.toBe(cancelled);
+    const broken = new ReadableStream({ pull: (controller) => controller.error(new TypeError("network error")) });
+    answer(broken);
+    const reading = all(stream("p", {}, "", new AbortController().signal));
+    await expect(reading).rejects.toThrow("The connection ended before the answer did.");
+  });
+
   it("sends the key as a bearer token, and none without a key", async () => {
     answer(JSON.stringify({ data: [] }));
     await listModels("secret");

@@ -1,5 +1,6 @@
 import type { ComponentChildren } from "preact";
 import { useEffect, useId, useRef } from "preact/hooks";
+import { setSingleKeys, singleKeys } from "./use-shortcuts";
 
 interface DialogProps {
   title: string;
@@ -91,6 +92,14 @@ export function HelpDialog({ open, onClose }: { open: boolean; onClose(): void }
         ))}
       </dl>
       <p class="hint">On a Mac, ⌘ works in place of Ctrl.</p>
+      <label class="check">
+        <input
+          type="checkbox"
+          defaultChecked={singleKeys()}
+          onChange={(event) => setSingleKeys(event.currentTarget.checked)}
+        />
+        <span>Single letters are keys</span>
+      </label>
       <div class="actions">
         <button type="button" class="primary" onClick={onClose}>
           Close

@@ -33,9 +33,17 @@ async function errorOf(response: Response): Promise<ApiError> {
   return new ApiError(response.status, `The server answered ${response.status} ${response.statusText}.${later}`);
 }
 
-export async function listModels(key: string, signal?: AbortSignal): Promise<Model[]> {
-  const response = await fetch("v1/models", { headers: headers(key), signal });
+/** `fetch`, with an error that says what went wrong in place of the browser's. */
+async function ask(path: string, init: RequestInit): Promise<Response> {
+  const response = await fetch(path, init).catch((error) => {
+    throw error instanceof TypeError ? new ApiError(0, "The server does not answer.") : error;
+  });
   if (!response.ok) throw await errorOf(response);
+  return response;
+}
+
+export async function listModels(key: string, signal?: AbortSignal): Promise<Model[]> {
+  const response = await ask("v1/models", { headers: headers(key), signal });
   return (await response.json()).data;
 }
 
@@ -46,10 +54,9 @@ export async function* stream(
   key: string,
   signal: AbortSignal,
 ): AsyncGenerator<StreamEvent> {
-  const response = await fetch(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
-  if (!response.ok || !response.body) throw await errorOf(response);
+  const response = await ask(path, { method: "POST", headers: headers(key), body: JSON.stringify(body), signal });
   let ended = false;
-  for await (const data of eventData(response.body)) {
+  for await (const data of unbroken(response)) {
     if (data === "[DONE]") break;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new ApiError(chunk.error.code ?? 500, chunk.error.message ?? "The server ended the answer.");
@@ -59,6 +66,15 @@ export async function* stream(
     }
   }
   if (!ended) throw new ApiError(0, "The connection ended before the answer did.");
+}
+
+/** The data of an answer's events; an error where the connection breaks. */
+async function* unbroken(response: Response): AsyncGenerator<string> {
+  try {
+    if (response.body) yield* eventData(response.body);
+  } catch (error) {
+    throw error instanceof TypeError ? new ApiError(0, "The connection ended before the answer did.") : error;
+  }
 }
 
 /** What a chunk says. One chunk may hold a canvas, a frame and the end. */

@@ -102,6 +102,22 @@ def test_tokens_are_inspected_with_the_keyboard(page: Page, sent: list[dict]) ->
     assert page.locator(".inspector q").inner_text() == page.locator(".text .cell").nth(1).text_content()
 
 
+def test_single_letters_are_no_shortcuts_where_text_is_typed_or_they_are_switched_off(page: Page) -> None:
+    complete(page)
+    order = page.get_by_label("Order")
+    page.get_by_label("Prompt").press("o")
+    assert not order.is_checked() and page.get_by_label("Prompt").input_value() == BEGINNING + "o"
+    page.get_by_label("Prompt").blur()
+    page.keyboard.press("o")
+    expect(order).to_be_checked()
+    page.keyboard.press("?")
+    page.get_by_label("Single letters are keys").uncheck()
+    page.keyboard.press("Escape")
+    page.keyboard.press("o")
+    page.wait_for_timeout(100)
+    assert order.is_checked()
+
+
 def test_a_selection_becomes_a_gap_that_is_filled(page: Page, sent: list[dict]) -> None:
     page.get_by_role("button", name="Infill").click()
     area = page.get_by_label("Text", exact=True)
@@ -191,6 +207,9 @@ def test_a_conversation_has_turns(page: Page, sent: list[dict]) -> None:
     first, second = (body["messages"] for body in sent)
     reply = sampler.generate(reciting(), [first], SamplerConfig(max_new_tokens=8)).texts[0]
     assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[1]["content"] == reply
+    page.get_by_role("button", name="Infill").click()
+    page.get_by_role("button", name="Chat").click()
+    expect(page.get_by_label("Conversation").locator("li")).to_have_count(4)  # no turn is lost
     page.get_by_role("button", name="New conversation").click()
     expect(page.get_by_label("Conversation")).to_have_count(0)
 
