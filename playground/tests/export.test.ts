@@ -24,6 +24,13 @@ describe("toSvg", () => {
     expect(Number(lines[2]) - Number(lines[1])).toBe(52);
   });
 
+  it("puts spaces before a word as room, since renderers drop them", () => {
+    const page = parse(toSvg([cell("a"), cell("  b ")], 1, "probability", ""));
+    const [first, second] = [...page.querySelectorAll("text")];
+    expect(second?.textContent).toBe("b");
+    expect(Number(second?.getAttribute("x")) - Number(first?.getAttribute("x"))).toBeCloseTo(3 * 8.4, 1);
+  });
+
   it("is well-formed whatever a model writes", () => {
     const nasty = '</text><script>alert("1")</script>&\u0000\u0007\ud800';
     const svg = toSvg([cell(nasty)], 1, "probability", nasty);

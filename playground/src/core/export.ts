@@ -53,29 +53,34 @@ export function toSvg(
     column = 0;
     line += 1;
   };
+  // Renderers drop spaces at the beginning of a text, so that it begins after them.
+  const write = (text: string) => {
+    const x = MARGIN + (column + text.length - text.trimStart().length) * CHARACTER;
+    const y = MARGIN + line * LINE + 15;
+    if (text.trim()) shapes.push(`<text x="${x.toFixed(1)}" y="${y}">${escapeXml(text.trim())}</text>`);
+  };
   for (const cell of cells) {
     const [text = "", ...others] = (cell.text ?? "   ").split("\n");
     const width = [...text].length;
     if (column && column + width > COLUMNS) newLine();
     if (width) {
-      const [x, y] = [MARGIN + column * CHARACTER, MARGIN + line * LINE];
+      const x = MARGIN + column * CHARACTER + 0.5;
       const tint = colour === "order" ? orderTint(cell.frame, frames) : doubtTint(cell.probability ?? 1);
       const fill = cell.text === null ? "rgb(232 230 225)" : shade(tint);
-      const box = `x="${(x + 0.5).toFixed(1)}" y="${y}" width="${(width * CHARACTER - 1).toFixed(1)}" height="20" rx="2" fill="${fill}"`;
-      shapes.push(`<rect ${box}/>`);
-      if (cell.text !== null) shapes.push(`<text x="${x.toFixed(1)}" y="${y + 15}">${escapeXml(text)}</text>`);
+      const size = `width="${(width * CHARACTER - 1).toFixed(1)}" height="20" rx="2"`;
+      shapes.push(`<rect x="${x.toFixed(1)}" y="${MARGIN + line * LINE}" ${size} fill="${fill}"/>`);
+      write(text);
       column += width;
     }
     for (const part of others) {
       newLine();
+      write(part);
       column = [...part].length;
-      if (part) shapes.push(`<text x="${MARGIN}" y="${MARGIN + line * LINE + 15}">${escapeXml(part)}</text>`);
     }
   }
   const [width, height] = [2 * MARGIN + COLUMNS * CHARACTER, 2 * MARGIN + (line + 2) * LINE];
   const head = `<svg xmlns="http://www.w3.org/2000/svg" width="${width.toFixed(0)}" height="${height}" viewBox="0 0 ${width.toFixed(0)} ${height}">`;
-  const style =
-    'font-family="IBM Plex Mono, ui-monospace, monospace" font-size="14" fill="rgb(29 28 26)" xml:space="preserve"';
+  const style = 'font-family="IBM Plex Mono, ui-monospace, monospace" font-size="14" fill="rgb(29 28 26)"';
   const foot = `<text x="${MARGIN}" y="${height - MARGIN + 8}" font-size="11" fill="rgb(102 99 92)">${escapeXml(caption)}</text>`;
   return `${head}<rect width="100%" height="100%" fill="white"/><g ${style}>${shapes.join("")}${foot}</g></svg>\n`;
 }
