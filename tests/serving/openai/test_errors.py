@@ -1,0 +1,218 @@
+"""What is refused: by name, in OpenAI's shape, and never with a status of 500."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.serving.in_process import StepService, make_app, model
+from tests.serving.openai.asking import answer, ask, post
+from unmask.serving.limits import Limits
+from unmask.serving.service import OverloadedError
+
+CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+TEXT = {"prompt": "a", "max_tokens": 4}
+TOOL = {"type": "function", "function": {"name": "f"}}
+FORMAT = {"type": "json_object"}
+CONSTRAINED = {"constraint": {"regex": "a"}}
+REFUSED = [
+    ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
+    ("chat/completions", CHAT | {"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported, except 0"),
+    ("chat/completions", CHAT | {"top_logprobs": 3, "logprobs": True}, "top_logprobs", "is not supported"),
+    ("chat/completions", CHAT | {"functions": []}, "functions", "is not supported"),
+    ("chat/completions", CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
+    ("chat/completions", {"max_tokens": 4}, "messages", "is required"),
+    ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1 item"),
+    ("chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
+    (
+        "chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content.0.type",
+        "'text'",
+    ),
+    ("chat/completions", CHAT | {"max_completion_tokens": 5}, "max_completion_tokens", "differs from max_tokens"),
+    ("chat/completions", CHAT | {"max_tokens": "4"}, "max_tokens", "valid integer"),
+    ("chat/completions", CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ("chat/completions", CHAT | {"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ("chat/completions", CHAT | {"temperature": 1e-9}, "temperature", "1e-09 is not valid"),
+    ("chat/completions", CHAT | {"top_p": 0}, "top_p", "greater than 0"),
+    ("chat/completions", CHAT | {"n": 17}, "n", "exceeds the server's limit of 16"),
+    ("chat/completions", CHAT | {"max_tokens": 5000}, "max_tokens", "exceeds the server's limit of 4,096"),
+    ("chat/completions", CHAT | {"max_tokens": 3000}, "prompt", "exceed the context"),
+    ("chat/completions", CHAT | {"stop": [""]}, "stop.0", "at least 1"),
+    ("chat/completions", CHAT | {"stop": ""}, "stop", "at least 1"),
+    ("chat/completions", CHAT | {"logit_bias": {"5": 3}}, "logit_bias", "only -100"),
+    ("chat/completions", CHAT | {"logit_bias": {"a": 100}}, "logit_bias", "'a' is not a token id"),
+    ("chat/completions", CHAT | {"logit_bias": {"99999": -100}}, "logit_bias", "outside the vocabulary"),
+    (
+        "chat/completions",
+        CHAT | {"logit_bias": {"5": -100}, "diffusion": {"forbidden_tokens": [6]}},
+        "logit_bias",
+        "diffusion.forbidden_tokens",
+    ),
+    ("chat/completions", CHAT | {"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    (
+        "chat/completions",
+        CHAT | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "not among",
+    ),
+    ("chat/completions", CHAT | {"tools": [TOOL], "response_format": FORMAT}, "response_format", "can call no tool"),
+    ("chat/completions", CHAT | {"tools": [{"type": "web"}]}, "tools.0.type", "'function'"),
+    ("chat/completions", CHAT | {"response_format": {"type": "xml"}}, "response_format", "'json_schema'"),
+    (
+        "chat/completions",
+        CHAT | {"response_format": FORMAT, "diffusion": {"constraint": {"regex": "a"}}},
+        "diffusion.constraint",
+        "already",
+    ),
+    ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
+    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is not a known field"),
+    ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
+    ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold", "contradict"),
+    ("chat/completions", CHAT | {"diffusion": {"constraint": {}}}, "diffusion.constraint", "says nothing"),
+    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "("}}}, "diffusion.constraint.regex", "missing )"),
+    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "a{9}"}}}, "diffusion.constraint", "the shortest has 9"),
+    ("chat/completions", CHAT | {"diffusion": {"constraint": {"regex": "a" * 70000}}}, "diffusion.constraint", "server's limit"),
+    ("chat/completions", CHAT | {"diffusion": {"keys": [1, 2]}}, "diffusion.keys", "2 keys for 1"),
+    ("chat/completions", CHAT | {"diffusion": {"block_size": 3}}, "diffusion.block_size", "does not divide"),
+    ("chat/completions", CHAT | {"model": "other"}, "model", "the model 'other' does not exist"),
+    ("completions", TEXT | {"prompt": []}, "prompt", "there is none"),
+    ("completions", TEXT | {"prompt": [99999]}, "prompt", "outside the vocabulary"),
+    ("completions", TEXT | {"prompt": {"a": 1}}, "prompt", "valid"),
+    ("completions", TEXT | {"logprobs": 2}, "logprobs", "less than or equal to 0"),
+    ("completions", TEXT | {"best_of": 2}, "best_of", "is not supported, except 1"),
+    ("completions", TEXT | {"suffix": "b", "echo": True}, "echo", "no meaning"),
+    ("completions", TEXT | {"suffix": "b", "prompt": ["a", "b"]}, "prompt", "needs one prompt"),
+    ("edit/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages.0.content", "Mark one region"),
+    ("edit/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}, "stream", "is not supported, except False"),
+    ("infill", {"text": "ab"}, "text", "has no mask token"),
+    ("infill", {}, "text", "give either"),
+    ("infill", {"text": "a<gap>b", "lengths": [3]}, "lengths", "are for segments"),
+    ("infill", {"segments": ["a", "b"], "lengths": [3, 4]}, "lengths", "2 for 1 gaps"),
+    ("infill", {"segments": ["a", "b"], "lengths": [9999]}, "lengths", "server's limit"),
+    ("infill", {"text": "a<gap>b", "max_tokens": 3}, "max_tokens", "is not supported"),
+    ("infill", {"text": "a<gap>"}, "text", "no text after it"),
+]
+
+
+@pytest.mark.parametrize("path, body, param, message", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)])
+def test_what_is_refused(path, body, param, message):
+    response = ask(StepService(model()), path, **body)
+    error = response.json()["error"]
+    assert response.status_code == (404 if param == "model" else 400), error
+    assert {*error} == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+    assert message in error["message"] and error["param"] == param, error
+
+
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "top_logprobs": 0, "stop": None}
+
+
+def test_what_changes_nothing_is_accepted():
+    service = StepService(model())
+    asked = CHAT | {"seed": 1, "user": "someone"}
+    assert (
+        answer(service, "chat/completions", **asked, **NEUTRAL, audio=None)["choices"]
+        == answer(service, "chat/completions", **asked)["choices"]
+    )
+
+
+@pytest.mark.parametrize(
+    "body, message",
+    [(b"{", "not JSON"), (b"[]", "valid dictionary"), (b"", ""), (b'"\\ud800"', ""), (b"\xff", ""), (b"[" * 100_000, ""), (b"null", "")],
+)
+def test_a_body_that_is_no_request(body, message):
+    response = asyncio.run(post(make_app(StepService(model())), "completions", body))
+    assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("completions", lambda text: TEXT | {"prompt": text}),
+        ("completions", lambda text: TEXT | {text: 1}),
+        ("completions", lambda text: TEXT | {"model": text}),
+        ("completions", lambda text: TEXT | {"diffusion": {"constraint": {"json_schema": {"enum": [text]}}}}),
+        ("chat/completions", lambda text: CHAT | {"tools": [{"type": "function", "function": {"name": "f", "parameters": {text: text}}}]}),
+        ("chat/completions", lambda text: CHAT | {"logit_bias": {text: 1}}),
+    ],
+)
+def test_half_a_character_is_refused(path, body, text):
+    assert ask(StepService(model()), path, **body(text)).status_code in (400, 404)
+
+
+def test_routes_and_methods_that_are_not_there():
+    app = make_app(StepService(model()))
+    for path in ("embeddings", "images/generations", "audio/speech", "nothing"):
+        response = asyncio.run(post(app, path, {}))
+        assert response.status_code == 404 and f"/v1/{path}" in response.json()["error"]["message"]
+    response = asyncio.run(post(app, "models", {}))
+    assert response.status_code == 405 and response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_no_answer_names_a_path(monkeypatch):
+    lm = model("causal")
+    monkeypatch.setattr(lm.tokenizer, "chat_template", None)
+    monkeypatch.setattr(lm.tokenizer, "name_or_path", "/secret/folder")
+    response = ask(StepService(lm), "chat/completions", **CHAT)
+    assert response.status_code == 400 and "no chat template" in response.text and "/secret" not in response.text
+
+
+def test_a_full_queue_says_when_to_come_back(monkeypatch):
+    service = StepService(model())
+
+    def refuse(*_, **__):
+        raise OverloadedError("the queue is full", remedy="Try later", retry_after=7)
+
+    monkeypatch.setattr(service, "submit", refuse)
+    for stream in (False, True):
+        response = ask(service, "completions", **TEXT, stream=stream)
+        assert response.status_code == 429 and response.headers["retry-after"] == "7"
+        assert response.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_other_weights():
+    service = StepService(model(), version="step-3")
+    assert answer(service, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
+    response = ask(service, "completions", **TEXT, diffusion={"version": "step-4"})
+    assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
+
+
+def test_an_error_after_the_first_chunk_is_the_last_event(monkeypatch):
+    service = StepService(model("block_causal", 4))
+    submit = service.submit
+
+    async def fail(*given, **more):
+        async for event in submit(*given, **more):
+            yield event
+            raise OverloadedError("lost")
+
+    monkeypatch.setattr(service, "submit", fail)
+    response = ask(service, "completions", **TEXT, stream=True)
+    assert response.status_code == 200
+    last = response.text.strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost"
+
+
+def test_limits_of_the_server():
+    service = StepService(model())
+    limits = Limits(max_tokens=8, n=2, steps=4, schema_bytes=40)
+    for more, param in (
+        ({"max_tokens": 9}, "max_tokens"),
+        ({"n": 3}, "n"),
+        ({"max_tokens": 8, "diffusion": {"steps": 5}}, "diffusion.steps"),
+        ({"diffusion": {"constraint": {"regex": "a" * 40}}}, "diffusion.constraint"),
+    ):
+        response = ask(service, "completions", limits, **TEXT | more)
+        assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+    assert ask(service, "completions", limits, prompt="a", max_tokens=8, n=2, diffusion={"steps": 4}).status_code == 200
+
+
+def test_time_limits_and_priorities_reach_the_service():
+    service = StepService(model())
+    ask(service, "completions", Limits(timeout=50.0), **TEXT)
+    ask(service, "completions", Limits(timeout=50.0), **TEXT, diffusion={"timeout": 3, "priority": 2})
+    assert [each[1:] for each in service.submitted] == [(0, 50.0), (2, 3)]

@@ -1,0 +1,193 @@
+"""Answers to requests: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from unmask.errors import UnmaskError
+from unmask.generation.frames import Frame
+from unmask.serving.openai.errors import error_of
+from unmask.serving.openai.plans import Plan
+from unmask.serving.openai.progress import Progress
+from unmask.serving.openai.requests import SamplingRequest
+from unmask.serving.openai.writers import Fields, TextWriter, choice_facts, token_text
+from unmask.serving.service import Event, Service
+
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The names of an answer's objects.
+
+    Attributes:
+        whole, chunk: of a whole answer, and of a chunk.
+        prefix: of ids.
+    """
+
+    whole: str
+    chunk: str
+    prefix: str
+
+
+CHAT = Kind("chat.completion", "chat.completion.chunk", "chatcmpl")
+TEXT = Kind("text_completion", "text_completion", "cmpl")
+EDIT = Kind("edit.completion", "edit.completion.chunk", "editcmpl")
+INFILL = Kind("infill", "infill.chunk", "infill")
+
+
+@dataclass
+class Reply:
+    """The answer to one request.
+
+    Args:
+        events: of the plan's sequences.
+        make_writer: makes the writer of a choice.
+    """
+
+    service: Service
+    body: SamplingRequest
+    plan: Plan
+    kind: Kind
+    make_writer: Callable[[Progress], TextWriter]
+    version: str | None = None
+    progresses: list[Progress] = field(init=False)
+    writers: list[TextWriter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        pairs = zip(self.plan.work, self.plan.regions, strict=True)
+        self.progresses = [Progress(self.service.lm, work, region, self.plan.stops) for work, region in pairs]
+        self.writers = [self.make_writer(progress) for progress in self.progresses]
+        self.version = self.service.version
+        identifier, created = f"{self.kind.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._head: Fields = {"id": identifier, "created": created, "model": self.service.name, "system_fingerprint": self.version}
+        self._token_text = lru_cache(maxsize=1024)(lambda token: token_text(self.service.lm.tokenizer, token))
+
+    @property
+    def done(self) -> bool:
+        """Whether all choices are known."""
+        return all(progress.outcome is not None for progress in self.progresses)
+
+    async def whole(self, events: AsyncIterator[Event]) -> Fields:
+        """The answer as one object."""
+        async for event in events:
+            self._write(event)
+            if self.done:
+                break
+        choices = []
+        for index, (writer, progress) in enumerate(zip(self.writers, self.progresses, strict=True)):
+            choices.append({"index": index, **writer.choice(), "diffusion": choice_facts(progress, writer.outcome)})
+        return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
+
+    async def chunks(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
+        """The answer as server-sent events. An error on the way is the last event."""
+        options = self.body.stream_options
+        usage = {"usage": None} if options is not None and options.include_usage else {}
+        async with aclosing(events):
+            for index in range(len(self.writers)):
+                for chunk in self._opening(index):
+                    yield _event({**chunk, **usage})
+            try:
+                async for event in events:
+                    for chunk in self._step(event):
+                        yield _event({**chunk, **usage})
+                    if self.done and not self.body.frames:
+                        break
+            except UnmaskError as error:
+                yield _event(error_of(error)[1])
+                return
+        if usage:
+            yield _event({**self._head, "object": self.kind.chunk, "choices": [], "usage": self.usage(), "diffusion": self._facts()})
+        yield DONE
+
+    def usage(self) -> Fields:
+        """Tokens, steps and passes of all choices."""
+        outcomes = [writer.outcome for writer in self.writers]
+        written, passes = sum(len(outcome.tokens) for outcome in outcomes), [outcome.forward_passes for outcome in outcomes]
+        if self.kind is INFILL:
+            written = sum(sum(each.request.hidden) for each in self.plan.work)
+        return {
+            "prompt_tokens": self.plan.prompt_tokens,
+            "completion_tokens": written,
+            "total_tokens": self.plan.prompt_tokens + written,
+            "diffusion": {
+                "denoising_steps": sum(outcome.denoising_steps for outcome in outcomes),
+                "forward_passes": None if None in passes else sum(filter(None, passes)),
+            },
+        }
+
+    def _facts(self) -> Fields:
+        """With what `unmask.generate` gives the same."""
+        return {"seed": self.plan.config.seed, "keys": self.plan.keys, "version": self.version}
+
+    def _write(self, event: Event) -> list[Fields]:
+        """The pieces that an event adds to its choice."""
+        progress = self.progresses[event.index]
+        if progress.outcome is not None:
+            return []
+        text = progress.see(event)
+        return self.writers[event.index].write(text, done=progress.outcome is not None)
+
+    def _opening(self, index: int) -> list[Fields]:
+        pieces = self.writers[index].opening()
+        if not self.body.frames:
+            return [self._chunk(index, piece) for piece in pieces]
+        first, *others = pieces or [self.writers[index].delta("")]
+        return [self._chunk(index, first, {"canvas": {"tokens": self._canvas(index)}}), *(self._chunk(index, piece) for piece in others)]
+
+    def _step(self, event: Event) -> list[Fields]:
+        """The chunks of an event: of its frame, of the text that it commits, and of the end of its choice."""
+        index, writer = event.index, self.writers[event.index]
+        known = self.progresses[index].outcome is not None
+        pieces = self._write(event)
+        frames = self.body.frames
+        if frames and event.frame is not None:
+            first, *others = pieces or [writer.delta("")]
+            chunks = [self._chunk(index, first, {"frame": self._frame(index, event.frame)})]
+        else:
+            chunks, others = [], pieces
+        chunks += [self._chunk(index, piece) for piece in others]
+        ended = event.trace is not None if frames else not known and self.progresses[index].outcome is not None
+        if ended:
+            facts = choice_facts(self.progresses[index], writer.outcome) | {"text": writer.outcome.text}
+            chunks.append(self._chunk(index, writer.closing(), facts if frames or self.plan.config.trace else None))
+        return chunks
+
+    def _chunk(self, index: int, piece: Fields, facts: Fields | None = None) -> Fields:
+        chunk = {**self._head, "object": self.kind.chunk, "choices": [{"index": index, **piece}]}
+        return chunk if facts is None else {**chunk, "diffusion": facts}
+
+    def _canvas(self, index: int) -> list[str | None]:
+        """The texts of the tokens that are answered, None where they are hidden."""
+        progress = self.progresses[index]
+        request, region = progress.work.request, progress.region
+        span = slice(region.start, region.stop)
+        return [None if hidden else self._token_text(token) for token, hidden in zip(request.ids[span], request.hidden[span], strict=True)]
+
+    def _frame(self, index: int, frame: Frame) -> Fields:
+        """A frame, whose positions count from the first one that is answered."""
+        region = self.progresses[index].region
+        revealed = [
+            {
+                "position": position - region.start,
+                "token": token,
+                "text": self._token_text(token),
+                "probability": math.exp(log_prob),
+            }
+            for position, token, log_prob in frame.revealed
+        ]
+        committed = min(max(frame.num_final, region.start), region.stop) - region.start
+        hidden = [position - region.start for position in frame.hidden]
+        return {"step": frame.step, "revealed": revealed, "hidden": hidden, "committed": committed}
+
+
+def _event(content: Any) -> str:
+    return f"data: {json.dumps(content)}\n\n"

@@ -1,0 +1,108 @@
+"""Chat: messages and tools rendered by the model's template."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unmask.config.constraint import ConstraintConfig
+from unmask.data.encoding import encode_messages
+from unmask.errors import GenerationError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.limits import Limits
+from unmask.serving.openai.edits import edit_prompt
+from unmask.serving.openai.plans import Plan, plan_prompts
+from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
+from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
+from unmask.serving.openai.tools import CallFormat, CallReader, call_constraint, call_format, check_renders_tools
+from unmask.serving.service import Service
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model reads, and what it may answer.
+
+    Attributes:
+        calls: how it writes calls; None: it may not call.
+        constraint: what the answer has to match.
+    """
+
+    ids: list[int]
+    calls: CallFormat | None
+    constraint: ConstraintConfig | None
+
+
+async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tuple[Plan, CallFormat | None]:
+    """The answers to messages, and how the model writes calls, if it may.
+
+    Raises:
+        DataError: the model has no chat template, or it refuses the messages.
+        GenerationError: `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a limit is exceeded.
+    """
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
+    prompt = await asyncio.to_thread(_prompt, service.lm, body, limits)
+    config = sampler_config(
+        service.lm, body, limits, max_tokens=body.max_completion_tokens or body.max_tokens, constraint=prompt.constraint
+    )
+    return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
+
+
+async def plan_edit(service: Service, body: EditRequest, limits: Limits) -> Plan:
+    """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one region."""
+    messages = edit_prompt(body.messages[0].content)
+    ids = await asyncio.to_thread(encode_messages, service.lm.tokenizer, messages)
+    return await plan_prompts(service, body, [ids], sampler_config(service.lm, body, limits, max_tokens=body.max_tokens), limits)
+
+
+def call_reader(body: ChatRequest, written: CallFormat | None) -> CallReader | None:
+    """What reads the calls of an answer; None: it has none."""
+    names = {tool.function.name for tool in body.tools or []}
+    return None if written is None else CallReader(written, names, single=not body.parallel_tool_calls)
+
+
+def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: content as one string, and the arguments of calls as objects."""
+    rendered = []
+    for message in messages:
+        content = message.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        one: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": text}
+        one |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+        if message.tool_calls:
+            calls = [(call.id, call.function) for call in message.tool_calls]
+            one["tool_calls"] = [
+                {"id": each, "type": "function", "function": {"name": called.name, "arguments": _arguments(called.arguments)}}
+                for each, called in calls
+            ]
+        rendered.append(one)
+    return rendered
+
+
+def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
+    constraint, messages = format_constraint(body.response_format), template_messages(body.messages)
+    if body.tool_choice == "none" or not body.tools:
+        if body.tool_choice not in ("none", "auto"):
+            raise GenerationError("there are no tools", where="tool_choice", remedy="Give some, or leave it out")
+        return Prompt(encode_messages(lm.tokenizer, messages), None, constraint)
+    if constraint is not None:
+        what = "an answer that has to match it can call no tool"
+        raise GenerationError(what, where="response_format", remedy="Leave it out, or set tool_choice to none")
+    schemas = [tool.model_dump(exclude_none=True) for tool in body.tools]
+    check_limit(len(json.dumps(schemas)), limits.schema_bytes, "tools")
+    check_renders_tools(lm.tokenizer)
+    written = call_format(lm.tokenizer)
+    ids = encode_messages(lm.tokenizer, messages, schemas)
+    return Prompt(ids, written, call_constraint(body, body.tools, written))
+
+
+def _arguments(text: str) -> Any:
+    """The arguments of a call as an object, or as they are where they are none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text

@@ -1,0 +1,193 @@
+"""From the body of a request to the sequences that answer it. Encoding, constraints and searches for lengths take their time: none of
+this runs in the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+
+from unmask.config.sampler import SamplerConfig
+from unmask.data.encoding import encode_completion, encode_prompt
+from unmask.errors import GenerationError
+from unmask.generation.fill_in_the_middle import fim_prompt
+from unmask.generation.gap_lengths import FoundText, find_lengths
+from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.limits import Limits
+from unmask.serving.openai.progress import Region
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
+from unmask.serving.openai.settings import check_limit, sampler_config
+from unmask.serving.service import Service, Work
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What answers a request.
+
+    Attributes:
+        work: one sequence per answer; those of one prompt side by side.
+        regions: of each sequence, what is answered.
+        stops: strings before which answers are cut.
+        prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
+    """
+
+    work: list[Work]
+    regions: list[Region]
+    stops: list[str]
+    prompt_tokens: int
+
+    @property
+    def config(self) -> SamplerConfig:
+        return self.work[0].config
+
+    @property
+    def keys(self) -> list[int]:
+        """Of the random numbers, one per answer."""
+        return [each.request.key for each in self.work]
+
+
+async def plan_completion(service: Service, body: CompletionRequest | FimRequest, limits: Limits) -> Plan:
+    """A completion, or with a suffix what stands before it."""
+    prompts = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in _prompts(body.prompt)]
+    if body.suffix:
+        return await _plan_middle(service, body, prompts, limits)
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    encoded = await asyncio.to_thread(lambda: [encode_prompt(service.lm.tokenizer, prompt) for prompt in prompts])
+    return await plan_prompts(service, body, encoded, config, limits)
+
+
+async def plan_prompts(
+    service: Service,
+    body: ChatRequest | CompletionRequest | EditRequest | FimRequest,
+    encoded: list[list[int]],
+    config: SamplerConfig,
+    limits: Limits,
+) -> Plan:
+    """Completions of token ids."""
+    repeated = _repeated(encoded, body, limits)
+    requests = await asyncio.to_thread(make_requests, service.lm, repeated, config, body.diffusion.keys)
+    echoes = [""] * len(requests)
+    if isinstance(body, CompletionRequest) and body.echo:
+        texts = _prompts(body.prompt)
+        shown = [text if isinstance(text, str) else str(service.lm.tokenizer.decode(text)) for text in texts]
+        echoes = [text for text in shown for _ in range(body.n)]
+    regions = [Region(request.start, request.length, echo) for request, echo in zip(requests, echoes, strict=True)]
+    return _plan(body, requests, config, regions, sum(map(len, encoded)))
+
+
+async def plan_infill(service: Service, body: InfillRequest, limits: Limits) -> Plan:
+    """A text with its gaps filled."""
+    config = without_ends(service.lm, sampler_config(service.lm, body, limits))
+    check_limit(body.max_gap, limits.max_tokens, "max_gap")
+    parts = await asyncio.to_thread(_parts, service.lm, body, limits)
+    ids = await _with_lengths(service, parts, config, body.max_gap, body.gap_mark)
+    requests = await _infill_requests(service, ids, config, body, limits)
+    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests])
+
+
+async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, prompts: list[str | list[int]], limits: Limits) -> Plan:
+    """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion of a prompt that has both."""
+    if len(prompts) != 1 or not isinstance(prompts[0], str):
+        raise GenerationError("a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each")
+    if isinstance(body, CompletionRequest) and body.echo:
+        raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
+    lm, prompt, suffix = service.lm, prompts[0], body.suffix or ""
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    if lm.autoregressive:
+        encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
+        return await plan_prompts(service, body, [encoded], config, limits)
+    if lm.attention != "bidirectional":
+        what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
+        raise GenerationError(what, where="suffix", remedy="Use a bidirectional model, or complete the prompt alone")
+    config, size = without_ends(lm, config), config.max_new_tokens
+    before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
+    exact = body.diffusion.length == "exact"
+    parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
+    ids = await _with_lengths(service, parts, config, size, "<gap>")
+    requests = await _infill_requests(service, ids, config, body, limits)
+    regions = [Region(len(before), request.length - len(after), fills=not exact) for request in requests]
+    return _plan(body, requests, config, regions)
+
+
+async def _with_lengths(service: Service, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[int]:
+    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def search() -> list[FoundText]:
+        return find_lengths(service.lm, [parts], config, max_gap, gap_mark)
+
+    [found] = await service.between_steps(search)
+    return found.ids
+
+
+async def _infill_requests(
+    service: Service, ids: list[int], config: SamplerConfig, body: InfillRequest | CompletionRequest | FimRequest, limits: Limits
+) -> list[Request]:
+    """Requests for the hidden positions of a text."""
+    check_limit(ids.count(service.lm.mask_token_id), limits.max_tokens, "max_new_tokens")
+    repeated = _repeated([ids], body, limits)
+    return await asyncio.to_thread(make_infill_requests, service.lm, repeated, config, body.diffusion.keys)
+
+
+def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[int]]:
+    """The ids between gaps whose length is searched; those of gaps whose length is known are mask tokens."""
+    if (body.text is None) == (body.segments is None):
+        raise GenerationError("give either text or segments", where="text", remedy="Give one of them")
+    if body.text is not None and body.lengths is not None:
+        raise GenerationError("are for segments", where="lengths", remedy="Leave them out, or give segments in place of text")
+    segments = body.text.split(body.gap_mark) if body.text is not None else list(body.segments or [])
+    lengths = body.lengths or [None] * (len(segments) - 1)
+    if len(lengths) != len(segments) - 1:
+        what = f"{len(lengths)} for {len(segments) - 1} gaps"
+        raise GenerationError(what, where="lengths", remedy="Give one for each gap; null: it is searched")
+    if body.gap_mark in lm.tokenizer.mask_token:
+        raise GenerationError("it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is")
+    check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths")
+    keep = [lm.tokenizer.mask_token] if body.text is not None else []
+    parts = [encode_prompt(lm.tokenizer, segments[0], keep)]
+    for length, segment in zip(lengths, segments[1:], strict=True):
+        following = encode_completion(lm.tokenizer, body.gap_mark, segment, keep)
+        if length is None:
+            parts.append(following)
+        else:
+            parts[-1] += [lm.mask_token_id] * length + following
+    return parts
+
+
+def gaps(request: Request) -> list[tuple[int, int]]:
+    """The runs of hidden positions of a text, each as (start, stop)."""
+    found, start = [], 0
+    for hidden, run in groupby(request.hidden):
+        stop = start + len(list(run))
+        found += [(start, stop)] if hidden else []
+        start = stop
+    return found
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(token, int) for token in prompt):
+        return [prompt]  # type: ignore[list-item]
+    return prompt  # type: ignore[return-value]
+
+
+def _repeated(encoded: list[list[int]], body: SamplingRequest, limits: Limits) -> list[list[int]]:
+    """The prompts, each as often as answers are wanted."""
+    check_limit(body.n, limits.n, "n")
+    if not encoded:
+        raise GenerationError("there is none", where="prompt", remedy="Give one")
+    return list(chain.from_iterable([ids] * body.n for ids in encoded))
+
+
+def _plan(
+    body: SamplingRequest, requests: list[Request], config: SamplerConfig, regions: list[Region], prompt_tokens: int | None = None
+) -> Plan:
+    """The plan of requests. Every step is watched where text or frames are sent as they come, or a stop string may end a sequence."""
+    watched = body.stream or bool(body.stops)
+    if prompt_tokens is None:
+        prompt_tokens = requests[0].length - sum(requests[0].hidden)
+    return Plan([Work(request, config, watched) for request in requests], regions, body.stops, prompt_tokens)

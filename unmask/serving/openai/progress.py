@@ -1,0 +1,121 @@
+"""A sequence on its way: from the engine's events to committed text and to what is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unmask.generation.frames import Frame, replay
+from unmask.generation.output import Trace, end_of, make_generation, text_of
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.openai.committed import CommittedText, tokens_until
+from unmask.serving.service import Event, Work
+
+
+@dataclass(frozen=True)
+class Region:
+    """The part of a sequence that is answered.
+
+    Attributes:
+        start, stop: its positions.
+        before: text that the answer begins with.
+        fills: whether the length was given by the text around it, so that the answer is whole.
+    """
+
+    start: int
+    stop: int
+    before: str = ""
+    fills: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An answer.
+
+    Attributes:
+        text: cut before the first stop string.
+        tokens, log_probs: up to the end token, or to the token that completes a stop string. Log-probabilities are those when the tokens
+            were revealed, in nats, at temperature 1.
+        finish: "stop" or "length".
+        forward_passes: None: a stop string ended the sequence before its end, and they are not known.
+        trace: None: likewise.
+    """
+
+    text: str
+    tokens: list[int]
+    log_probs: list[float]
+    finish: str
+    denoising_steps: int
+    forward_passes: int | None
+    trace: Trace | None
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        return len(self.tokens) / self.forward_passes if self.forward_passes else None
+
+
+class Progress:
+    """One sequence: `see` its events, in their order, until `outcome` is there.
+
+    Attributes:
+        region: what is answered of it.
+        ids: of the whole sequence, as far as the events say.
+        outcome: the answer; None: it is not known yet.
+    """
+
+    def __init__(self, lm: DiffusionLM, work: Work, region: Region, stops: Sequence[str]):
+        self.lm, self.work, self.region, self.stops = lm, work, region, stops
+        self.ids = list(work.request.ids)
+        self.outcome: Outcome | None = None
+        cleans_up = bool(getattr(lm.tokenizer, "clean_up_tokenization_spaces", False))
+        self._text = CommittedText(stops, cleans_up=cleans_up)
+        self._log_probs = [0.0] * len(self.ids)
+        self._read = -1  # committed tokens when the text was last read
+
+    def see(self, event: Event) -> str:
+        """The text that an event commits."""
+        if self.outcome is not None:
+            return ""
+        if event.frame is not None:
+            self.ids = replay(self.ids, [event.frame], self.lm.mask_token_id)
+            for position, _, log_prob in event.frame.revealed:
+                self._log_probs[position] = log_prob
+        if event.trace is not None:
+            return self._end(event.trace)
+        return "" if event.frame is None else self._commit(event.frame)
+
+    def _commit(self, frame: Frame) -> str:
+        committed = self.ids[self.region.start : max(self.region.start, min(frame.num_final, self.region.stop))]
+        if len(committed) == self._read:
+            return ""
+        self._read = len(committed)
+        tokens = committed[: end_of(committed, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else committed
+        released = self._text.grow(self._decode(tokens), done=False)
+        if self._text.stop is not None:
+            log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
+            self.outcome = self._cut(tokens, log_probs, "stop", frame.step, None, None)
+        return released
+
+    def _end(self, trace: Trace) -> str:
+        request, region = self.work.request, self.region
+        self.ids = [*request.ids[: request.start], *trace.canvas]
+        generation = make_generation(self.lm, [request], [trace], self.work.config)
+        span = slice(region.start - request.start, region.stop - request.start)
+        tokens, log_probs = generation.tokens[0][span], generation.log_probs[0][span]
+        released = self._text.grow(self._decode(tokens), done=True)
+        ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
+        finish = "stop" if ended or region.fills or self._text.stop is not None else "length"
+        steps = max(trace.steps, default=-1) + 1
+        self.outcome = self._cut(tokens, log_probs, finish, steps, trace.forward_passes, trace)
+        return released
+
+    def _cut(
+        self, tokens: list[int], log_probs: list[float], finish: str, steps: int, forward_passes: int | None, trace: Trace | None
+    ) -> Outcome:
+        if self._text.stop is not None:
+            count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
+            tokens, log_probs = tokens[:count], log_probs[:count]
+        return Outcome(self._text.text, tokens, log_probs, finish, steps, forward_passes, trace)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return text_of(self.lm.tokenizer, tokens, self.lm.eos_token_ids)

@@ -1,0 +1,80 @@
+"""From the fields of a request to the settings of the engine."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from unmask.config.constraint import ConstraintConfig
+from unmask.config.sampler import SamplerConfig
+from unmask.errors import GenerationError
+from unmask.generation.constraints.grammars import JSON
+from unmask.generation.requests import check_ids
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.limits import Limits
+from unmask.serving.openai.errors import UnsupportedError
+from unmask.serving.openai.requests import ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
+
+JSON_OBJECT = JSON.replace("start: value", "start: object")
+SEEDS = 2**53
+"""Seeds that are drawn lie below: JSON of any client reads them exactly."""
+
+
+def sampler_config(
+    lm: DiffusionLM, request: SamplingRequest, limits: Limits, *, max_tokens: int | None = None, constraint: ConstraintConfig | None = None
+) -> SamplerConfig:
+    """The settings of a request. With neither seed nor keys the seed is drawn.
+
+    Raises:
+        ConfigError: settings that contradict one another.
+        GenerationError: a limit is exceeded, or a constraint is given twice.
+    """
+    given = request.diffusion.sampler
+    openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p}
+    given |= {name: value for name, value in openai.items() if value is not None}
+    if request.seed is None:
+        given["seed"] = 0 if request.diffusion.keys is not None else secrets.randbelow(SEEDS)
+    else:
+        given["seed"] = request.seed
+    given |= _biases(lm, request.logit_bias or {}, given)
+    if constraint is not None:
+        if given.get("constraint") is not None:
+            what = "the answer has a constraint already, by response_format or tool_choice"
+            raise GenerationError(what, where="constraint", remedy="Leave one out")
+        given["constraint"] = constraint
+    config = SamplerConfig(**given)
+    check_limit(config.max_new_tokens, limits.max_tokens, "max_new_tokens")
+    check_limit(config.steps or 0, limits.steps, "steps")
+    if config.constraint is not None:
+        check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint")
+    return config
+
+
+def check_limit(value: int, most: int, where: str) -> None:
+    """Raise GenerationError for a value above the server's limit."""
+    if value > most:
+        raise GenerationError(f"{value:,} exceeds the server's limit of {most:,}", where=where, remedy="Lower it")
+
+
+def format_constraint(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> ConstraintConfig | None:
+    """The constraint of a `response_format`."""
+    if isinstance(wanted, SchemaFormat):
+        return ConstraintConfig(json_schema=wanted.json_schema.json_schema)
+    return ConstraintConfig(grammar=JSON_OBJECT) if isinstance(wanted, ObjectFormat) else None
+
+
+def _biases(lm: DiffusionLM, biases: dict[str, float], given: dict[str, Any]) -> dict[str, list[int]]:
+    """The tokens that biases forbid or allow: -100 and 100 are, as OpenAI says, a ban and an exclusive selection."""
+    found: dict[str, list[int]] = {}
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10):
+            raise GenerationError(f"{token!r} is not a token id", where="logit_bias", remedy="Use token ids as keys")
+        if bias not in (-100, 0, 100):
+            what = f"{bias} for token {token}: only -100 (the token is forbidden), 100 (only such tokens are allowed) and 0 are supported"
+            raise UnsupportedError(what, where="logit_bias", remedy="Use one of them")
+        check_ids(lm, [int(token)], "logit_bias")
+        if bias:
+            found.setdefault("forbidden_tokens" if bias < 0 else "allowed_tokens", []).append(int(token))
+    if twice := next((name for name in found if given.get(name)), None):
+        raise GenerationError(f"says the same as diffusion.{twice}", where="logit_bias", remedy="Leave one out")
+    return found

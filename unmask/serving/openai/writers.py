@@ -1,0 +1,178 @@
+"""The choices of an answer, whole or in chunks: each kind of route has a writer, one for every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from unmask.serving.openai.committed import UNFINISHED
+from unmask.serving.openai.edits import edited_region
+from unmask.serving.openai.plans import gaps
+from unmask.serving.openai.progress import Outcome, Progress
+from unmask.serving.openai.tools import Call, CallReader
+
+LEAST_LOG_PROB = -9999.0
+"""What OpenAI writes for a log-probability of minus infinity, which JSON has no number for."""
+Fields = dict[str, Any]
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of one token, special ones included."""
+    return str(tokenizer.decode([token]))
+
+
+class TextWriter:
+    """A choice of a completion.
+
+    Args:
+        logprobs: whether log-probabilities are wanted.
+    """
+
+    def __init__(self, progress: Progress, *, logprobs: bool = False):
+        self.progress, self.logprobs = progress, logprobs
+        self.tokenizer = progress.lm.tokenizer
+
+    @property
+    def outcome(self) -> Outcome:
+        """The answer, which is known when a choice is closed."""
+        assert self.progress.outcome is not None
+        return self.progress.outcome
+
+    def opening(self) -> list[Fields]:
+        """What chunks begin with."""
+        return [self.delta(self.progress.region.before)] if self.progress.region.before else []
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        """The chunks of newly committed text; `done`: nothing follows."""
+        return [self.delta(text)] if text else []
+
+    def delta(self, text: str) -> Fields:
+        """A chunk with a text."""
+        return {"text": text, "logprobs": None, "finish_reason": None}
+
+    def closing(self) -> Fields:
+        """The last chunk."""
+        return {"text": "", "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
+
+    def choice(self) -> Fields:
+        """The whole."""
+        text = self.progress.region.before + self.outcome.text
+        return {"text": text, "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
+
+    def _logprobs(self) -> Fields | None:
+        if not self.logprobs:
+            return None
+        texts = [token_text(self.tokenizer, token) for token in self.outcome.tokens]
+        offset, offsets = len(self.progress.region.before), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return {"tokens": texts, "token_logprobs": _finite(self.outcome.log_probs), "top_logprobs": None, "text_offset": offsets}
+
+
+class InfillWriter(TextWriter):
+    """A choice of a text with gaps. The whole one also has what each gap was filled with."""
+
+    def choice(self) -> Fields:
+        return {**super().choice(), "gaps": self._gaps()}
+
+    def closing(self) -> Fields:
+        return {**super().closing(), "gaps": self._gaps()}
+
+    def _gaps(self) -> list[Fields]:
+        ids = self.outcome.tokens
+        return [
+            {"start": start, "length": stop - start, "text": str(self.tokenizer.decode(ids[start:stop], skip_special_tokens=True))}
+            for start, stop in gaps(self.progress.work.request)
+        ]
+
+
+class ChatWriter(TextWriter):
+    """A choice of a chat.
+
+    Args:
+        reader: what finds calls; None: there are none.
+    """
+
+    def __init__(self, progress: Progress, reader: CallReader | None = None, *, logprobs: bool = False):
+        super().__init__(progress, logprobs=logprobs)
+        self.reader = reader
+        self.content = ""
+        self.calls: list[Fields] = []
+
+    def opening(self) -> list[Fields]:
+        return [_chat_delta({"role": "assistant", "content": ""})]
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        pieces: Sequence[str | Call] = [text] * bool(text) if self.reader is None else list(self.reader.read(text, done=done))
+        return [self._call(piece) if isinstance(piece, Call) else self._content(piece) for piece in pieces]
+
+    def delta(self, text: str) -> Fields:
+        return _chat_delta({"content": text})
+
+    def closing(self) -> Fields:
+        return {"delta": {}, "logprobs": self._logprobs(), "finish_reason": self._finish}
+
+    def choice(self) -> Fields:
+        message: Fields = {"role": "assistant", "content": self.content or (None if self.calls else ""), "refusal": None}
+        message |= {"tool_calls": self.calls} if self.calls else {}
+        return {"message": message, "logprobs": self._logprobs(), "finish_reason": self._finish}
+
+    def _content(self, text: str) -> Fields:
+        self.content += text
+        return self.delta(text)
+
+    def _call(self, call: Call) -> Fields:
+        self.calls.append(call.as_openai())
+        return _chat_delta({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
+
+    @property
+    def _finish(self) -> str:
+        return "tool_calls" if self.calls else self.outcome.finish
+
+    def _logprobs(self) -> Fields | None:
+        if not self.logprobs:
+            return None
+        pairs = zip(self.outcome.tokens, _finite(self.outcome.log_probs), strict=True)
+        texts = [(token_text(self.tokenizer, token), log_prob) for token, log_prob in pairs]
+        return {
+            "content": [
+                {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else [*text.encode()], "top_logprobs": []}
+                for text, log_prob in texts
+            ],
+            "refusal": None,
+        }
+
+
+class EditWriter(ChatWriter):
+    """A choice of an edit."""
+
+    def choice(self) -> Fields:
+        whole = super().choice()
+        whole["message"]["content"] = edited_region(self.content)
+        return whole
+
+
+def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
+    """The numbers of a choice; with a trace also the tokens, and the whole canvas with the step that revealed each position."""
+    work = progress.work
+    facts: Fields = {
+        "denoising_steps": outcome.denoising_steps,
+        "forward_passes": outcome.forward_passes,
+        "tokens_per_pass": outcome.tokens_per_pass,
+    }
+    if work.config.trace:
+        facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": _finite(outcome.log_probs)}
+        facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
+    return facts
+
+
+def _chat_delta(delta: Fields) -> Fields:
+    return {"delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _finite(log_probs: Sequence[float]) -> list[float]:
+    return [max(value, LEAST_LOG_PROB) for value in log_probs]

@@ -1,0 +1,319 @@
+"""The engine of a server: one thread owns it, and the event loop hands it sequences and gets their frames back.
+
+Sequences wait in a bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has left. New weights
+enter between steps as well, once no sequence runs: every answer is of one model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from time import monotonic, perf_counter
+from typing import Any
+
+from unmask.errors import GenerationError
+from unmask.generation.engine.engine import Engine
+from unmask.generation.frames import Watched
+from unmask.generation.output import Trace
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.fair_queue import FairQueue
+from unmask.serving.metrics import Metrics
+from unmask.serving.service import Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.submission import Events, Submission
+
+logger = logging.getLogger(__name__)
+RECENT = 64
+"""Sequences over whose ends the throughput is measured."""
+LONGEST_RETRY = 300  # seconds
+LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
+MOST_FAILURES = 3
+"""Steps that fail one after the other before the server counts as broken."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sequence that waits or runs."""
+
+    submission: Submission
+    index: int  # in the submission
+    watched: Watched | None
+    seen: bool = False  # whether its first frame has been made
+
+    @property
+    def work(self) -> Work:
+        return self.submission.work[self.index]
+
+
+@dataclass
+class Job:
+    """A function that needs the model."""
+
+    function: Callable[[], Any]
+    alone: bool  # whether it waits until no sequence runs, and lets none enter before it
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Call the function, unless whoever wanted it has left."""
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function())
+            except Exception as error:
+                self.done.set_exception(error)
+
+
+Deliveries = list[tuple[Submission, Event | Exception]]
+
+
+class Scheduler:
+    """Generates for many at once: the `Service` of a server. `start` it, and `stop` it at the end.
+
+    An error in a step ends the sequences that ran, with a `ServiceError`; the server goes on with a new engine.
+
+    Args:
+        batch_size: the most sequences that run at once.
+        max_batch_tokens: as of `Engine`.
+        queue_size: the most sequences that wait.
+    """
+
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        name: str,
+        *,
+        batch_size: int = 8,
+        max_batch_tokens: int | None = None,
+        queue_size: int = 256,
+        metrics: Metrics | None = None,
+    ):
+        self.lm, self.name, self.queue_size = lm, name, queue_size
+        self.version: str | None = None
+        self.metrics = metrics or Metrics()
+        self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
+        self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
+        self._changed = threading.Condition()  # guards the following
+        self._queue: FairQueue[Entry] = FairQueue()
+        self._jobs: deque[Job] = deque()
+        self._open: set[Submission] = set()
+        self._stopping = False
+        self._engine = self._make_engine()  # the engine's thread owns the following
+        self._running: dict[int, Entry] = {}  # by ticket
+        self._failures = 0  # one after the other
+        self._ends: deque[float] = deque([monotonic()], maxlen=RECENT)  # when recent sequences ended
+        self.metrics.queue_length.set_function(self._queue.__len__)
+        self.metrics.running.set_function(self._running.__len__)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine works."""
+        return self._thread.is_alive() and self._failures < MOST_FAILURES
+
+    def start(self) -> None:
+        """Start the engine's thread."""
+        self._thread.start()
+
+    async def stop(self, grace: float = 30.0) -> None:
+        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds end the rest with StoppedError."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        if self._thread.ident is None:
+            return
+        await asyncio.to_thread(self._thread.join, grace)
+        self._end_all()
+        await asyncio.to_thread(self._thread.join, LAST_STEP)
+
+    def submit(
+        self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
+    ) -> Events:
+        """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
+        self._check_version(version)
+        with self._changed:
+            self._check_stopping()
+            self._check_room(len(work), len(self._queue))
+            submission = Submission(work, version, timeout, self._forget)
+            for index, each in enumerate(work):
+                watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
+                self._queue.push(Entry(submission, index, watched), owner, priority)
+            self._open.add(submission)
+            self._changed.notify()
+        return Events(submission)
+
+    async def between_steps(self, function: Callable[[], Result]) -> Result:
+        """As of `Service`. OverloadedError if as many functions wait as sequences may."""
+        return await self._do(Job(function, alone=False))
+
+    async def replace_weights(self, load: Callable[[], None], version: str) -> None:
+        """Call `load` in the engine's thread once the sequences that run have finished. Those that wait get the new weights, unless they
+        name others. Raises what `load` raises; the weights then keep their name."""
+
+        def replace() -> None:
+            load()
+            self.version = version
+
+        await self._do(Job(replace, alone=True))
+
+    async def _do(self, job: Job) -> Any:
+        with self._changed:
+            self._check_stopping()
+            self._check_room(1, len(self._jobs))
+            self._jobs.append(job)
+            self._changed.notify()
+        return await asyncio.wrap_future(job.done)
+
+    def _check_stopping(self) -> None:
+        if self._stopping:
+            raise StoppedError("the server is ending", remedy="Send it again, to another one or later")
+
+    def _check_version(self, version: str | None) -> None:
+        if version not in (None, self.version):
+            what = f"the weights are {self.version!r}, not {version!r}"
+            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+
+    def _check_room(self, count: int, waiting: int) -> None:
+        if count > self.queue_size:
+            what = f"{count} sequences at once, of {self.queue_size} that may wait"
+            raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
+        excess = waiting + count - self.queue_size
+        if excess > 0:
+            pace = (monotonic() - self._ends[0]) / len(self._ends)
+            retry = min(max(math.ceil(excess * pace), 1), LONGEST_RETRY)
+            raise OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
+
+    def _forget(self, submission: Submission) -> None:
+        """Drop the sequences of a closed submission: the waiting ones now; the running ones are dropped between steps."""
+        with self._changed:
+            if submission in self._open:
+                self._open.remove(submission)
+                self._queue.remove(lambda entry: entry.submission is submission)
+
+    def _end_all(self) -> None:
+        """End everything that is left."""
+        with self._changed:
+            self._stopping = True
+            left, jobs = list(self._open), list(self._jobs)
+            self._open.clear()
+            self._jobs.clear()
+            self._queue.remove(lambda entry: True)
+            self._changed.notify()
+        stopped = StoppedError("the server ended before this request was finished", remedy="Send it again")
+        self._deliver([(submission, stopped) for submission in left])
+        for job in jobs:
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(stopped)
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        try:
+            while self._wait():
+                self._drop_closed()
+                self._do_job()
+                self._admit()
+                if self._running:
+                    self._step()
+        finally:
+            self._end_all()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False: the server ends."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._running or self._queue or self._jobs or self._stopping)
+            return bool(self._running or self._queue or self._jobs)
+
+    def _drop_closed(self) -> None:
+        for ticket, entry in list(self._running.items()):
+            if entry.submission.closed:
+                self._engine.cancel(ticket)
+                self._leave(ticket, "cancelled")
+
+    def _do_job(self) -> None:
+        """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
+        with self._changed:
+            if not self._jobs or (self._jobs[0].alone and self._running):
+                return
+            job = self._jobs.popleft()
+        job.run()
+
+    def _admit(self) -> None:
+        """Give the engine as many sequences as may run; none while a job waits to be alone."""
+        deliveries: Deliveries = []
+        while len(self._running) < self._engine.batch_size:
+            with self._changed:
+                if not self._queue or (self._jobs and self._jobs[0].alone):
+                    break
+                entry = self._queue.pop()
+            try:
+                self._check_version(entry.submission.version)
+                self._running[self._engine.submit(entry.work.request, entry.work.config)] = entry
+            except (GenerationError, OtherWeightsError) as error:
+                deliveries.append((entry.submission, error))
+        self._deliver(deliveries)
+
+    def _step(self) -> None:
+        """One step of the engine, and what came of it."""
+        started, passes = perf_counter(), self._engine.num_forward_passes
+        deliveries: Deliveries = []
+        try:
+            finished = self._engine.step()
+            self.metrics.engine_seconds.inc(perf_counter() - started)
+            self.metrics.forward_passes.inc(self._engine.num_forward_passes - passes)
+            for ticket, trace in finished:
+                deliveries.append(self._finish(ticket, trace))
+            for ticket, entry in self._running.items():
+                if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
+                    self._see(entry)
+                    deliveries.append((entry.submission, Event(entry.index, frame, None)))
+            self._failures = 0
+        except Exception:  # of one sequence or of all: the state of the engine is unknown
+            logger.exception("a step of the engine failed; %d sequences end with it", len(self._running))
+            deliveries += self._recover()
+        self._deliver(deliveries)
+
+    def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
+        entry = self._leave(ticket, "finished")
+        revealed = sum(step >= 0 for step in trace.steps)
+        self.metrics.tokens.inc(revealed)
+        self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
+        frame = entry.watched.last(trace) if entry.watched is not None else None
+        self._see(entry)
+        return entry.submission, Event(entry.index, frame, trace)
+
+    def _see(self, entry: Entry) -> None:
+        """Measure the time to the first frame of a sequence that is watched."""
+        if entry.watched is not None and not entry.seen:
+            entry.seen = True
+            self.metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
+
+    def _leave(self, ticket: int, outcome: str) -> Entry:
+        self.metrics.sequences.labels(outcome).inc()
+        self._ends.append(monotonic())
+        return self._running.pop(ticket)
+
+    def _recover(self) -> Deliveries:
+        """End the sequences that ran, and go on with a new engine."""
+        self._failures += 1
+        self.metrics.engine_failures.inc()
+        error = ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
+        failed = [self._leave(ticket, "failed") for ticket in list(self._running)]
+        self._engine = self._make_engine()
+        return [(entry.submission, error) for entry in failed]
+
+    def _deliver(self, deliveries: Deliveries) -> None:
+        """Give events and errors to the event loops of the submissions: one wake-up a loop."""
+        for loop in {submission.loop for submission, _ in deliveries}:
+            theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
+                loop.call_soon_threadsafe(_hand_over, theirs)
+
+
+def _hand_over(deliveries: Iterable[tuple[Submission, Event | Exception]]) -> None:
+    """In the event loop's thread."""
+    for submission, found in deliveries:
+        submission.add(found) if isinstance(found, Event) else submission.fail(found)
