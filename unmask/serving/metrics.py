@@ -23,7 +23,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         own: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("unmask_requests", "Answers, by route and status.", ["route", "status"], **own)
-        self.request_seconds = Histogram("unmask_request_seconds", "From a request to the end of its answer.", ["route"], buckets=SECONDS, **own)
+        self.request_seconds = Histogram(
+            "unmask_request_seconds", "From a request to the end of its answer.", ["route"], buckets=SECONDS, **own
+        )
         self.queue_length = Gauge("unmask_queue_length", "Sequences that wait.", **own)
         self.running = Gauge("unmask_running_sequences", "Sequences that are denoised.", **own)
         self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["outcome"], **own)
@@ -33,7 +35,7 @@ class Metrics:
         self.engine_seconds = Counter("unmask_engine_seconds", "Time in the engine's steps.", **own)
         self.engine_failures = Counter("unmask_engine_failures", "Steps of the engine that failed.", **own)
         self.first_frame_seconds = Histogram(
-            "unmask_first_frame_seconds", "From a request to its first denoising step.", buckets=SECONDS, **own
+            "unmask_first_frame_seconds", "From a request to the first frame of a sequence that is streamed.", buckets=SECONDS, **own
         )
 
     def text(self) -> bytes:

@@ -12,10 +12,11 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
+from typing import Any
 
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
@@ -24,93 +25,16 @@ from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import Event, OtherWeightsError, OverloadedError, ServiceError, StoppedError, TimeLimitError, Work
+from unmask.serving.service import Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.submission import Events, Submission
 
 logger = logging.getLogger(__name__)
 RECENT = 64
 """Sequences over whose ends the throughput is measured."""
 LONGEST_RETRY = 300  # seconds
+LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
 MOST_FAILURES = 3
 """Steps that fail one after the other before the server counts as broken."""
-
-
-class Submission:
-    """Sequences that were submitted together, and their events. The event loop's thread owns it, but for `closed`, which others read.
-
-    Attributes:
-        closed: whether nobody waits for it any more; its sequences are then dropped between steps.
-    """
-
-    def __init__(self, work: Sequence[Work], version: str | None, timeout: float | None):
-        self.work, self.version, self.started = work, version, monotonic()
-        self.loop = asyncio.get_running_loop()
-        self.closed = False
-        self._arrived: deque[Event] = deque()
-        self._wake = asyncio.Event()
-        self._unfinished = len(work)
-        self._error: Exception | None = None
-        self._timer = None if timeout is None else self.loop.call_later(timeout, self._expire, timeout)
-
-    def add(self, event: Event) -> None:
-        """An event has arrived."""
-        self._arrived.append(event)
-        self._unfinished -= event.trace is not None
-        self._wake.set()
-
-    def fail(self, error: Exception) -> None:
-        """End with an error, after the events that have arrived."""
-        if not self.closed and self._unfinished:
-            self._error = self._error or error
-            self.close()
-            self._wake.set()
-
-    def close(self) -> None:
-        """Nobody waits for it any more."""
-        self.closed = True
-        if self._timer is not None:
-            self._timer.cancel()
-
-    async def next(self) -> Event | None:
-        """The next event; None after the last one. Raises the error with which it ended."""
-        while not self._arrived:
-            if self._error is not None:
-                raise self._error
-            if not self._unfinished or self.closed:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        return self._arrived.popleft()
-
-    def _expire(self, timeout: float) -> None:
-        what = f"not finished within {timeout:g} seconds, waiting included"
-        self.fail(TimeLimitError(what, where="timeout", remedy="Ask for less, or try again when fewer wait"))
-
-
-class Events(AsyncIterator[Event]):
-    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more, its sequences are dropped."""
-
-    def __init__(self, submission: Submission, close: Callable[[Submission], None]):
-        self._submission, self._close = submission, close
-
-    async def __anext__(self) -> Event:
-        try:
-            event = await self._submission.next()
-        except BaseException:  # cancelled, or ended with an error
-            self._close(self._submission)
-            raise
-        if event is None:
-            self._close(self._submission)
-            raise StopAsyncIteration
-        return event
-
-    async def aclose(self) -> None:
-        """Drop the sequences."""
-        self._close(self._submission)
-
-    def __del__(self) -> None:
-        if not self._submission.closed:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the server
-                self._submission.loop.call_soon_threadsafe(self._close, self._submission)
 
 
 @dataclass(eq=False)
@@ -120,7 +44,7 @@ class Entry:
     submission: Submission
     index: int  # in the submission
     watched: Watched | None
-    seen: bool = False  # whether it has been through a step
+    seen: bool = False  # whether its first frame has been made
 
     @property
     def work(self) -> Work:
@@ -128,12 +52,20 @@ class Entry:
 
 
 @dataclass
-class NewWeights:
-    """Weights to load once no sequence runs."""
+class Job:
+    """A function that needs the model."""
 
-    load: Callable[[], None]
-    version: str
-    done: Future[None] = field(default_factory=Future)
+    function: Callable[[], Any]
+    alone: bool  # whether it waits until no sequence runs, and lets none enter before it
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Call the function, unless whoever wanted it has left."""
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function())
+            except Exception as error:
+                self.done.set_exception(error)
 
 
 Deliveries = list[tuple[Submission, Event | Exception]]
@@ -167,7 +99,7 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[Entry] = FairQueue()
-        self._weights: deque[NewWeights] = deque()
+        self._jobs: deque[Job] = deque()
         self._open: set[Submission] = set()
         self._stopping = False
         self._engine = self._make_engine()  # the engine's thread owns the following
@@ -195,7 +127,7 @@ class Scheduler:
             return
         await asyncio.to_thread(self._thread.join, grace)
         self._end_all()
-        await asyncio.to_thread(self._thread.join, grace)
+        await asyncio.to_thread(self._thread.join, LAST_STEP)
 
     def submit(
         self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
@@ -203,65 +135,78 @@ class Scheduler:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
         self._check_version(version)
         with self._changed:
-            if self._stopping:
-                raise StoppedError("the server is ending", remedy="Send it again, to another one or later")
-            self._check_room(len(work))
-            submission = Submission(work, version, timeout)
+            self._check_stopping()
+            self._check_room(len(work), len(self._queue))
+            submission = Submission(work, version, timeout, self._forget)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
             self._open.add(submission)
             self._changed.notify()
-        return Events(submission, self._close)
+        return Events(submission)
+
+    async def between_steps(self, function: Callable[[], Result]) -> Result:
+        """As of `Service`. OverloadedError if as many functions wait as sequences may."""
+        return await self._do(Job(function, alone=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engine's thread, between steps, once the sequences that run have finished. Those that wait get the new
-        weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
-        weights = NewWeights(load, version)
+        """Call `load` in the engine's thread once the sequences that run have finished. Those that wait get the new weights, unless they
+        name others. Raises what `load` raises; the weights then keep their name."""
+
+        def replace() -> None:
+            load()
+            self.version = version
+
+        await self._do(Job(replace, alone=True))
+
+    async def _do(self, job: Job) -> Any:
         with self._changed:
-            if self._stopping:
-                raise StoppedError("the server is ending", where="weights", remedy="Send them to its successor")
-            self._weights.append(weights)
+            self._check_stopping()
+            self._check_room(1, len(self._jobs))
+            self._jobs.append(job)
             self._changed.notify()
-        await asyncio.wrap_future(weights.done)
+        return await asyncio.wrap_future(job.done)
+
+    def _check_stopping(self) -> None:
+        if self._stopping:
+            raise StoppedError("the server is ending", remedy="Send it again, to another one or later")
 
     def _check_version(self, version: str | None) -> None:
         if version not in (None, self.version):
             what = f"the weights are {self.version!r}, not {version!r}"
             raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, waiting: int) -> None:
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
-        excess = len(self._queue) + count - self.queue_size
+        excess = waiting + count - self.queue_size
         if excess > 0:
             pace = (monotonic() - self._ends[0]) / len(self._ends)
             retry = min(max(math.ceil(excess * pace), 1), LONGEST_RETRY)
             raise OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
 
-    def _close(self, submission: Submission) -> None:
-        """Drop the sequences of a submission: the waiting ones now, the running ones between steps."""
-        submission.close()
+    def _forget(self, submission: Submission) -> None:
+        """Drop the sequences of a closed submission: the waiting ones now; the running ones are dropped between steps."""
         with self._changed:
             if submission in self._open:
                 self._open.remove(submission)
                 self._queue.remove(lambda entry: entry.submission is submission)
-                self._changed.notify()
 
     def _end_all(self) -> None:
         """End everything that is left."""
         with self._changed:
             self._stopping = True
-            left, weights = list(self._open), list(self._weights)
+            left, jobs = list(self._open), list(self._jobs)
             self._open.clear()
-            self._weights.clear()
+            self._jobs.clear()
             self._queue.remove(lambda entry: True)
             self._changed.notify()
         stopped = StoppedError("the server ended before this request was finished", remedy="Send it again")
         self._deliver([(submission, stopped) for submission in left])
-        for each in weights:
-            each.done.set_exception(stopped)
+        for job in jobs:
+            if job.done.set_running_or_notify_cancel():
+                job.done.set_exception(stopped)
 
     # In the engine's thread
 
@@ -269,7 +214,7 @@ class Scheduler:
         try:
             while self._wait():
                 self._drop_closed()
-                self._load_weights()
+                self._do_job()
                 self._admit()
                 if self._running:
                     self._step()
@@ -279,8 +224,8 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait until there is something to do; False: the server ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._queue or self._weights or self._stopping)
-            return bool(self._running or self._queue or self._weights)
+            self._changed.wait_for(lambda: self._running or self._queue or self._jobs or self._stopping)
+            return bool(self._running or self._queue or self._jobs)
 
     def _drop_closed(self) -> None:
         for ticket, entry in list(self._running.items()):
@@ -288,22 +233,20 @@ class Scheduler:
                 self._engine.cancel(ticket)
                 self._leave(ticket, "cancelled")
 
-    def _load_weights(self) -> None:
-        while self._weights and not self._running:
-            weights = self._weights.popleft()
-            try:
-                weights.load()
-                self.version = weights.version
-                weights.done.set_result(None)
-            except Exception as error:
-                weights.done.set_exception(error)
+    def _do_job(self) -> None:
+        """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
+        with self._changed:
+            if not self._jobs or (self._jobs[0].alone and self._running):
+                return
+            job = self._jobs.popleft()
+        job.run()
 
     def _admit(self) -> None:
-        """Give the engine as many sequences as may run; none while weights wait."""
+        """Give the engine as many sequences as may run; none while a job waits to be alone."""
         deliveries: Deliveries = []
-        while len(self._running) < self._engine.batch_size and not self._weights:
+        while len(self._running) < self._engine.batch_size:
             with self._changed:
-                if not self._queue:
+                if not self._queue or (self._jobs and self._jobs[0].alone):
                     break
                 entry = self._queue.pop()
             try:
@@ -335,15 +278,16 @@ class Scheduler:
 
     def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
         entry = self._leave(ticket, "finished")
-        self._see(entry)
         revealed = sum(step >= 0 for step in trace.steps)
         self.metrics.tokens.inc(revealed)
         self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
         frame = entry.watched.last(trace) if entry.watched is not None else None
+        self._see(entry)
         return entry.submission, Event(entry.index, frame, trace)
 
     def _see(self, entry: Entry) -> None:
-        if not entry.seen:
+        """Measure the time to the first frame of a sequence that is watched."""
+        if entry.watched is not None and not entry.seen:
             entry.seen = True
             self.metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
 

@@ -70,7 +70,7 @@ class Work:
 class Event(NamedTuple):
     """A step of a sequence, or its end."""
 
-    index: int  # of the sequence in what was submitted
+    index: int  # type: ignore[assignment]  # of the sequence in what was submitted
     frame: Frame | None  # set only with Work.frames
     trace: Trace | None  # set once for each sequence, at its end
 

@@ -19,7 +19,6 @@ import torch
 from peft import IA3Config, LoraConfig
 
 import unmask
-from tests.generation.remote.servers import copied, served
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -32,6 +31,7 @@ from tests.generation.remote.stub_servers import (
 )
 from tests.generation.tiny_models import every_pattern, tiny
 from tests.helpers import REPOSITORY
+from tests.serving.servers import copied, served, serving_rollouts
 from unmask.config.run import LoraSettings, RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, make_backend
@@ -78,7 +78,7 @@ def adapted(lm: DiffusionLM, seed: int = 0) -> DiffusionLM:
 def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
     lm = tiny(attention=attention, block_size=block_size)
     trained, local = changed(lm), make_backend(RolloutConfig(), lm, tmp_path)
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         assert isinstance(local, LocalBackend) and isinstance(server, ServerBackend)
         assert server.generate(PROMPTS, CONFIG, KEYS) == local.generate(PROMPTS, CONFIG, KEYS)
@@ -92,7 +92,7 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, bloc
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     lm = tiny(attention="bidirectional")
     trained = adapted(lm)
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
             server.sync(trained, step=0)
@@ -135,7 +135,7 @@ def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_
 
 def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = tiny()
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         first, second = (make_backend(to_server(url), lm, tmp_path) for _ in range(2))
         monkeypatch.setenv("RANK", "1")
         second.sync(changed(lm), 0)
@@ -150,11 +150,11 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:
     lm = tiny()
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         server.sync(changed(lm), 0)
         expected = server.generate(PROMPTS, CONFIG, KEYS)
-    with served(copied(lm, tmp_path / "model"), port=int(url.rpartition(":")[2])):
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path, port=int(url.rpartition(":")[2])):
         assert server.generate(PROMPTS, CONFIG, KEYS) == expected
         server.close()
     assert expected != LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS)

@@ -12,7 +12,8 @@ import httpx2 as httpx
 
 from unmask.errors import GenerationError
 
-BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it restarts
+FULL = 429
+BUSY = {FULL, 500, 502, 503, 504}  # 500: a dead engine answers this until it restarts
 
 
 class RemoteError(GenerationError):
@@ -51,7 +52,8 @@ class HttpClient:
 
     def send(self, method: str, path: str, **content: Any) -> str:
         """Send a request with the `content` arguments of httpx (`json=...`), and return the text of the answer. Retries for `patience`
-        seconds while the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses this one."""
+        seconds while the server accepts no requests, and for `timeout` seconds while it has too many. Raises RemoteError if it accepts
+        none, does not answer, or refuses this one."""
         deadline: float | None = None  # from the first failure on
         while True:
             try:
@@ -60,13 +62,14 @@ class HttpClient:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or check the server's log"
                     raise self.error(what, remedy) from error
-                deadline = self._wait(deadline, error)
+                deadline = self._wait(deadline, error, self.patience)
             else:
                 if 200 <= status < 300:
                     return text
                 if status not in BUSY:
                     raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
+                patience = max(self.patience, self._client.timeout.read or 0.0) if status == FULL else self.patience
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"), patience)
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
         """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""
@@ -93,10 +96,10 @@ class HttpClient:
                     raise httpx.ReadTimeout("the answer does not end")
         return response.status_code, b"".join(chunks).decode(errors="replace")
 
-    def _wait(self, deadline: float | None, error: Exception) -> float:
-        deadline = deadline or time.monotonic() + self.patience
+    def _wait(self, deadline: float | None, error: Exception, patience: float) -> float:
+        deadline = deadline or time.monotonic() + patience
         if time.monotonic() > deadline:
-            what = f"the server has accepted no requests for {self.patience} seconds ({error})"
+            what = f"the server has accepted no requests for {patience:g} seconds ({error})"
             raise self.error(what, "Start it, or correct the address") from error
         time.sleep(0.5)
         return deadline

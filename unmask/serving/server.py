@@ -1,0 +1,73 @@
+"""`unmask serve`: uvicorn, with limits of connections, which finishes what it has accepted before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from unmask.errors import ConfigError
+from unmask.serving.connections import ConnectionLimits, LimitedConnection
+from unmask.serving.limits import LOOPBACK
+from unmask.serving.scheduler import LAST_STEP, Scheduler
+
+LAST_WORDS = 2  # seconds in which errors reach those whose requests the end of the server cut off
+
+
+class GracefulServer(uvicorn.Server):
+    """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
+    answered with an error."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float):
+        super().__init__(config)
+        self.scheduler, self.grace = scheduler, grace
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self.scheduler.stop(self.grace))
+        await super().shutdown(sockets)
+        await ending
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    return host in LOOPBACK
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one. Raises ConfigError if it
+    cannot be bound."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot be bound ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
+    return listener
+
+
+def make_server(
+    app: ASGIApp, scheduler: Scheduler, *, connections: ConnectionLimits | None = None, grace: float = 30.0, keep_alive: int = 5
+) -> GracefulServer:
+    """A server of an application; `run(sockets=[listener])` serves until a signal comes.
+
+    Args:
+        grace: seconds in which accepted requests may finish after the signal.
+        keep_alive: seconds after which an idle connection is closed.
+    """
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedConnection, limits=connections or ConnectionLimits()),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level=logging.WARNING,
+        server_header=False,
+        timeout_keep_alive=keep_alive,
+        timeout_graceful_shutdown=int(grace) + LAST_STEP + LAST_WORDS,
+    )
+    return GracefulServer(config, scheduler, grace)

@@ -1,0 +1,93 @@
+"""Sequences that were submitted together: their events on the way from the engine's thread to whoever waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
+
+from unmask.serving.service import Event, TimeLimitError, Work
+
+
+class Submission:
+    """Sequences that were submitted together, and their events. The event loop's thread owns it, but for `closed`, which others read.
+
+    Attributes:
+        closed: whether nobody waits for it any more; its sequences are then dropped between steps.
+    """
+
+    def __init__(self, work: Sequence[Work], version: str | None, timeout: float | None, on_close: Callable[[Submission], None]):
+        self.work, self.version, self.started = work, version, monotonic()
+        self.loop = asyncio.get_running_loop()
+        self.closed = False
+        self._on_close = on_close
+        self._arrived: deque[Event] = deque()
+        self._wake = asyncio.Event()
+        self._unfinished = len(work)
+        self._error: Exception | None = None
+        self._timer = None if timeout is None else self.loop.call_later(timeout, self._expire, timeout)
+
+    def add(self, event: Event) -> None:
+        """An event has arrived."""
+        self._arrived.append(event)
+        self._unfinished -= event.trace is not None
+        self._wake.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, after the events that have arrived."""
+        if not self.closed and self._unfinished:
+            self._error = error
+            self.close()
+
+    def close(self) -> None:
+        """End: nobody waits for it any more."""
+        if not self.closed:
+            self.closed = True
+            self._wake.set()
+            if self._timer is not None:
+                self._timer.cancel()
+            self._on_close(self)
+
+    async def next(self) -> Event | None:
+        """The next event; None after the last one. Raises the error with which it ended."""
+        while not self._arrived:
+            if self._error is not None:
+                raise self._error
+            if not self._unfinished or self.closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._arrived.popleft()
+
+    def _expire(self, timeout: float) -> None:
+        what = f"not finished within {timeout:g} seconds, waiting included"
+        self.fail(TimeLimitError(what, where="timeout", remedy="Ask for less, or try again when fewer wait"))
+
+
+class Events(AsyncIterator[Event]):
+    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more, its sequences are dropped."""
+
+    def __init__(self, submission: Submission):
+        self._submission = submission
+
+    async def __anext__(self) -> Event:
+        try:
+            event = await self._submission.next()
+        except BaseException:  # cancelled, or ended with an error
+            self._submission.close()
+            raise
+        if event is None:
+            self._submission.close()
+            raise StopAsyncIteration
+        return event
+
+    async def aclose(self) -> None:
+        """Drop the sequences."""
+        self._submission.close()
+
+    def __del__(self) -> None:
+        if not self._submission.closed:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the server
+                self._submission.loop.call_soon_threadsafe(self._submission.close)
