@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from unmask.data.characters import character_tokenizer
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Watched
-from unmask.generation.remote.server import open_port
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.serving.limits import Limits
 from unmask.serving.openai.errors import add_error_handlers
 from unmask.serving.openai.routes import make_router
+from unmask.serving.server import open_port
 from unmask.serving.service import Event, OtherWeightsError, Work
 
 Result = TypeVar("Result")
