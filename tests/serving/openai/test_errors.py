@@ -16,6 +16,7 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "f"}}
 FORMAT = {"type": "json_object"}
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null", "not": {}}}}
 CONSTRAINED = {"constraint": {"regex": "a"}}
 REFUSED = [
     ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
@@ -68,6 +69,9 @@ REFUSED = [
         "diffusion.constraint",
         "already",
     ),
+    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 2}, "response_format", "the shortest has"),
+    ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
+    ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
     ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is not a known field"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
@@ -93,6 +97,7 @@ REFUSED = [
     ("infill", {"text": "a<gap>b", "lengths": [3]}, "lengths", "are for segments"),
     ("infill", {"segments": ["a", "b"], "lengths": [3, 4]}, "lengths", "2 for 1 gaps"),
     ("infill", {"segments": ["a", "b"], "lengths": [9999]}, "lengths", "server's limit"),
+    ("infill", {"text": "a<gap>b<gap>c", "max_gap": 257}, "max_gap", "514 exceeds the server's limit of 512"),
     ("infill", {"text": "a<gap>b", "max_tokens": 3}, "max_tokens", "is not supported"),
     ("infill", {"text": "a<gap>"}, "text", "no text after it"),
 ]

@@ -9,7 +9,7 @@ import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.serving.in_process import StepService, make_app, model
+from tests.serving.in_process import StepService, byte_model, make_app, model
 from tests.serving.openai.asking import answer, ask, chunks_of, post, stream
 from unmask.config.run import SamplerConfig
 from unmask.generation.gap_lengths import find_lengths
@@ -39,6 +39,25 @@ def test_a_stop_string_cuts_the_text_wherever_its_tokens_begin(pattern, start, l
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == cut
     assert all(stop[0] not in chunk["choices"][0]["text"] or stop[0] in cut for chunk in chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_of_tokens_that_are_pieces_of_words_and_of_characters(seed):
+    lm = byte_model()
+    service = StepService(lm)
+    asked = {"prompt": "the", "max_tokens": 24, "temperature": 1.0, "seed": seed, "diffusion": {"stop_at_eos": False}}
+    [whole] = unmask.generate(lm, ["the"], SamplerConfig(max_new_tokens=24, temperature=1.0, seed=seed, stop_at_eos=False)).texts
+    assert "\ufffd" in whole  # random bytes
+    chunks = stream(service, "completions", **asked)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    start = 3 + seed
+    stop = whole[start : start + 4]
+    cut = whole[: whole.find(stop)]
+    chunks = stream(service, "completions", **asked | {"stop": stop})
+    [choice] = answer(service, "completions", **asked | {"stop": stop}, logprobs=0)["choices"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"] == cut
+    tokens = choice["logprobs"]["tokens"]
+    assert len(tokens) <= 24 and choice["finish_reason"] == "stop"
 
 
 def test_a_stop_string_ends_the_sequence_early():

@@ -49,7 +49,7 @@ class DiffusionSettings(_SamplerSettings):
     timeout: float | None = Field(default=None, gt=0, le=86400)
     """Seconds after which the request is given up, waiting included."""
     length: Literal["search", "exact"] = "search"
-    """With a `suffix`: the length of the gap is searched, up to `max_tokens`, or it is exactly `max_tokens`."""
+    """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly `max_tokens`."""
 
     @property
     def sampler(self) -> dict[str, Any]:
@@ -312,4 +312,4 @@ class InfillRequest(SamplingRequest):
     gap_mark: str = Field(default="<gap>", min_length=1, max_length=64)
     """What stands for a gap in `text`."""
     max_gap: Count = 64
-    """The longest gap that is searched for, in tokens."""
+    """The longest gap that is searched for, in tokens; times the gaps that are searched at most 512."""
