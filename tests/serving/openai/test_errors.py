@@ -69,7 +69,7 @@ REFUSED = [
         "diffusion.constraint",
         "already",
     ),
-    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 2}, "response_format", "the shortest has"),
+    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 1}, "response_format", "the shortest has"),
     ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
     ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
