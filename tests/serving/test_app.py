@@ -125,13 +125,14 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
-def test_a_client_that_leaves_frees_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_leaves_frees_its_slots() -> None:
+    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 36, "stream": true, "n": 8}'
+    fields = ["Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *fields, "", ""]).encode()
     with served(tiny(), batch_size=1) as url:
         for _ in range(20):
             with connect(url) as client:
-                body = b'{"model": "tiny", "prompt": "a", "max_tokens": 36, "stream": true, "n": 8}'
-                head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-                client.sendall(head.encode() + body)
+                client.sendall(head + body)
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
         assert complete(url).status_code == 200
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0

@@ -162,6 +162,7 @@ HOST = {"Host": "localhost:8000"}
         (HOST | {"Origin": "http://localhost:8001"}, 403),
         (HOST | {"Origin": "https://evil.example"}, 403),
         (HOST | {"Origin": "null"}, 403),
+        (HOST | {"Origin": "http://["}, 403),
         ({"Host": "[::1]:8000"}, 200),
         ({"Host": "127.0.0.1"}, 200),
         ({"Host": "evil.example:8000"}, 403),

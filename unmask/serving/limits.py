@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import hmac
 import json
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -91,9 +90,9 @@ class SameOrigin:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             host, origin = headers.get("host", ""), headers.get("origin")
-            if self.loopback and _hostname(f"//{host}") not in LOOPBACK:
+            if self.loopback and _split(f"//{host}").hostname not in LOOPBACK:
                 return await refuse(send, 403, "this server answers only to the names of this machine. Start it with an API key for others")
-            if origin is not None and origin not in self.allowed and urlsplit(origin).netloc != host:
+            if origin is not None and origin not in self.allowed and _split(origin).netloc != host:
                 return await refuse(send, 403, "a page of another site may not use this server. Name its origin with --allow-origin")
         await self.app(scope, receive, send)
 
@@ -193,7 +192,7 @@ def given_key(authorization: str) -> str:
     if scheme.lower() == "basic":
         try:
             return base64.b64decode(rest, validate=True).decode().partition(":")[2]
-        except (binascii.Error, UnicodeDecodeError):
+        except ValueError:
             return ""
     return rest.strip() if scheme.lower() == "bearer" else ""
 
@@ -204,8 +203,9 @@ def same(given: str, key: str) -> bool:
     return hmac.compare_digest(one, other)
 
 
-def _hostname(url: str) -> str | None:
+def _split(url: str) -> SplitResult:
+    """The parts of a URL; of what is none, empty ones."""
     try:
-        return urlsplit(url).hostname
+        return urlsplit(url)
     except ValueError:  # such as of [
-        return None
+        return urlsplit("")

@@ -24,7 +24,7 @@ class DiffusionFacts(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model."""
+    """A model. `facts`: what the model of a client must share, for whom it draws (`model_facts`)."""
 
     id: str
     object: str
@@ -32,6 +32,7 @@ class ModelCard(TypedDict):
     owned_by: str
     version: str | None
     diffusion: DiffusionFacts
+    facts: dict[str, Any]
 
 
 class ModelList(TypedDict):
@@ -41,10 +42,10 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def model_card(service: Service, created: int) -> ModelCard:
+def model_card(service: Service, created: int, facts: dict[str, Any]) -> ModelCard:
     """The model of a service; `created`: when it was loaded, in seconds since 1970."""
     card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask", "version": service.version}
-    return {**card, "diffusion": _facts(service.lm)}  # type: ignore[typeddict-item]
+    return {**card, "diffusion": _facts(service.lm), "facts": facts}  # type: ignore[typeddict-item]
 
 
 def check_model(service: Service, name: str) -> None:

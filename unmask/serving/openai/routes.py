@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from unmask.generation.remote.protocol import model_facts
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
@@ -51,18 +52,18 @@ def make_router(service: Service, limits: Limits) -> APIRouter:
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    created = int(time.time())
+    created, facts = int(time.time()), model_facts(service.lm)  # which hash the vocabulary
 
     @router.get("/models")
     async def list_models() -> ModelList:
         """The model of this server."""
-        return {"object": "list", "data": [model_card(service, created)]}
+        return {"object": "list", "data": [model_card(service, created, facts)]}
 
     @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
     async def retrieve_model(model: str) -> ModelCard:
         """A model."""
         check_model(service, model)
-        return model_card(service, created)
+        return model_card(service, created, facts)
 
 
 def _add_chat(router: APIRouter, service: Service, limits: Limits) -> None:
