@@ -29,9 +29,8 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
     for settings in SETTINGS:
         config = SamplerConfig(max_new_tokens=7, **settings)
         requests = make_requests(lm, PROMPTS[:3], config)
-        expected |= dict(
-            zip([engine.submit(request, config) for request in requests], naive.complete(lm, requests, with_trace(config)).trace)
-        )
+        traces = naive.complete(lm, requests, config.model_copy(update={"trace": True})).trace
+        expected |= {engine.submit(request, config): trace for request, trace in zip(requests, traces, strict=True)}
         results |= dict(engine.step())
     results |= dict(engine.run())
     assert results.keys() == expected.keys()
@@ -41,10 +40,6 @@ def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
         assert [len(each) for each in trace.top_log_probs] == [len(each) for each in trace.top_ids]
         for mine, theirs in zip(trace.top_log_probs, other.top_log_probs, strict=True):
             assert mine == pytest.approx(theirs, abs=1e-10)
-
-
-def with_trace(config: SamplerConfig) -> SamplerConfig:
-    return config.model_copy(update={"trace": True})
 
 
 def test_they_are_those_of_the_model_at_temperature_1():

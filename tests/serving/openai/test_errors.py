@@ -21,7 +21,8 @@ CONSTRAINED = {"constraint": {"regex": "a"}}
 REFUSED = [
     ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
     ("chat/completions", CHAT | {"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported, except 0"),
-    ("chat/completions", CHAT | {"top_logprobs": 3, "logprobs": True}, "top_logprobs", "is not supported"),
+    ("chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs", "has no effect without logprobs"),
+    ("chat/completions", CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
     ("chat/completions", CHAT | {"functions": []}, "functions", "is not supported"),
     ("chat/completions", CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
     ("chat/completions", {"max_tokens": 4}, "messages", "is required"),
@@ -86,7 +87,7 @@ REFUSED = [
     ("completions", TEXT | {"prompt": []}, "prompt", "there is none"),
     ("completions", TEXT | {"prompt": [99999]}, "prompt", "outside the vocabulary"),
     ("completions", TEXT | {"prompt": {"a": 1}}, "prompt", "valid"),
-    ("completions", TEXT | {"logprobs": 2}, "logprobs", "less than or equal to 0"),
+    ("completions", TEXT | {"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ("completions", TEXT | {"best_of": 2}, "best_of", "is not supported, except 1"),
     ("completions", TEXT | {"suffix": "b", "echo": True}, "echo", "no meaning"),
     ("completions", TEXT | {"suffix": "b", "prompt": ["a", "b"]}, "prompt", "needs one prompt"),
@@ -112,7 +113,7 @@ def test_what_is_refused(path, body, param, message):
     assert message in error["message"] and error["param"] == param, error
 
 
-NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "top_logprobs": 0, "stop": None}
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "modalities": ["text"], "stop": None}
 
 
 def test_what_changes_nothing_is_accepted():

@@ -107,6 +107,27 @@ def test_a_trace_has_all_that_generate_returns():
     assert [chunk["diffusion"]["trace"] for chunk in chunks if "diffusion" in chunk] != []
 
 
+@pytest.mark.parametrize("stop", [None, "found"])
+def test_the_most_probable_tokens_when_each_was_revealed(stop):
+    service = StepService(model(*BLOCKS))
+    lm = service.lm
+    config = SamplerConfig(max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False, top_log_probs=3, trace=True)
+    expected = unmask.generate(lm, ["ab"], config)
+    [trace] = expected.trace
+    more = {} if stop is None else {"stop": expected.texts[0][8:10]}
+    text = answer(service, "completions", **LONG | more, logprobs=3)["choices"][0]["logprobs"]
+    count = 40 if stop is None else expected.texts[0].find(more["stop"]) + 2
+    assert len(text["tokens"]) == len(text["top_logprobs"]) == count
+    for found, ids, log_probs in zip(text["top_logprobs"], trace.top_ids, trace.top_log_probs, strict=False):
+        assert found == {lm.tokenizer.decode([token]): value for token, value in zip(ids, log_probs, strict=True)}
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "seed": 1}
+    content = answer(service, "chat/completions", **asked)["choices"][0]["logprobs"]["content"]
+    for each in content:  # at temperature 0 the most probable token is taken
+        assert len(each["top_logprobs"]) == 2 and {name: each[name] for name in ("token", "logprob", "bytes")} == each["top_logprobs"][0]
+    last = stream(service, "chat/completions", **asked)[-1]["choices"][0]
+    assert last["finish_reason"] == "length" and last["logprobs"]["content"] == content
+
+
 def test_biases_forbid_and_allow_tokens():
     service = StepService(model())
     text = answer(service, "completions", prompt="ab", max_tokens=12, diffusion={"stop_at_eos": False})["choices"][0]["text"]

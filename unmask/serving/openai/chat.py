@@ -44,9 +44,12 @@ async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tupl
     """
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
+    if body.top_logprobs and not body.logprobs:
+        raise GenerationError("has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true")
     prompt = await asyncio.to_thread(_prompt, service.lm, body, limits)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint)
+    top = body.top_logprobs
+    config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
     try:
         return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
     except GenerationError as error:

@@ -56,7 +56,7 @@ async def plan_completion(service: Service, body: CompletionRequest | FimRequest
     prompts = _prompts(body.prompt)
     if body.suffix:
         return await _plan_middle(service, body, prompts, limits)
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
     encoded = await asyncio.to_thread(lambda: [encode_prompt(service.lm.tokenizer, prompt) for prompt in prompts])
     return await plan_prompts(service, body, encoded, config, limits)
 
@@ -97,7 +97,7 @@ async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, p
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
     lm, prompt, suffix = service.lm, prompts[0], body.suffix or ""
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
         return await plan_prompts(service, body, [encoded], config, limits)
@@ -168,6 +168,10 @@ def gaps(request: Request) -> list[tuple[int, int]]:
         found += [(start, stop)] if hidden else []
         start = stop
     return found
+
+
+def _top_log_probs(body: CompletionRequest | FimRequest) -> int | None:
+    return body.logprobs if isinstance(body, CompletionRequest) else None
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
