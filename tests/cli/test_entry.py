@@ -328,20 +328,6 @@ def test_generate_takes_prompts_as_messages(model: dict[str, Any]) -> None:
     assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]
     refused = run("generate", "m", "--prompt", "a", "--chat", "--infill")
     assert refused.exit_code == 2 and "a text to fill in is no message" in refused.stderr
-
-
-def test_generate_shows_steps_without_changing_what_it_prints(folder: str) -> None:
-    arguments = ("generate", folder, "--prompt", "12", "--prompt", "12", "--max-new-tokens", "6", "--temperature", "1", "--json")
-    plain, steps = run(*arguments), run(*arguments, "--show-steps")
-    assert plain.exit_code == steps.exit_code == 0, steps.output
-    assert steps.stdout == plain.stdout and len(plain.stdout.splitlines()) == 2
-    lines = [line.split(":")[0] for line in steps.stderr.splitlines()]
-    assert [line for line in lines if line.startswith(("step", "prompt"))] == [
-        *[f"step {number}" for number in range(7)],
-        "prompt 0",
-        *[f"step {number}" for number in range(7)],
-        "prompt 1",
-    ]
     refused = run("generate", "m", "--infill", "--prompt", "a <gap> b", "--max-gap", "9", "--show-steps")
     assert refused.exit_code == 2 and "texts whose length is known" in refused.stderr
 
