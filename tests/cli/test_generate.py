@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from unmask.cli import app
 
-SETTINGS = ["--max-new-tokens", "6", "--temperature", "1", "--no-stop-at-eos", "--json"]
+SETTINGS = ["--max-new-tokens", "6", "--temperature", "1", "--no-stop-at-eos", "--deterministic", "--json"]
 
 
 def test_showing_steps_does_not_change_what_is_printed(model: Path) -> None:

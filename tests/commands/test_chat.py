@@ -323,7 +323,7 @@ class Session:
         os.close(slave)
         self.output = ""
 
-    def wait(self, text: str, seconds: float = 300) -> str:
+    def wait(self, text: str, seconds: float = 120) -> str:
         """What was written up to this text, since the last wait."""
         until = time.monotonic() + seconds
         while text not in self.output:
@@ -369,7 +369,7 @@ def test_a_conversation_on_a_terminal(lm, session, tmp_path):
     live.type("\x1b[A\r")  # the line before, from the history
     live.wait("tokens per pass")
     live.wait("> ")
-    live.type("/settings max_new_tokens=100\r/settings tokens_per_step=1\r")
+    live.type("/settings max_new_tokens=80\r/settings tokens_per_step=1\r")
     live.wait("tokens_per_step=1\r\n")
     live.wait("> ")
     live.type("stop this\r")
@@ -377,7 +377,9 @@ def test_a_conversation_on_a_terminal(lm, session, tmp_path):
     live.type("\x03")
     live.wait("stopped: ")
     live.wait("> ")
-    live.type(f"half a line\x03/save {tmp_path}/chat.json\r")
+    live.type("half a line\x03")
+    live.wait("> ")
+    live.type(f"/save {tmp_path}/chat.json\r")
     live.wait("saved 2 answers")
     live.wait("> ")
     live.type("\x04")
@@ -393,5 +395,6 @@ def test_no_color(session):
     live.wait("> ")
     live.type("hello\r")
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", live.wait("tokens per pass"))
+    live.wait("> ")
     live.type("\x04")
     assert live.process.wait(60) == 0

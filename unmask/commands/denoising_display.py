@@ -96,11 +96,11 @@ class Canvas:
 
     def styled(self, hidden: str = HIDDEN) -> tuple[Text, Text]:
         """The text for a terminal, and the beginning of it that is final."""
-        pieces = [(piece, shown(piece.text) or hidden) for piece in self.pieces()]
+        pieces = list(self.pieces())
         text = Text(overflow="fold")
-        for piece, characters in pieces:
-            text.append(characters, piece.colour if piece.text else "dim")
-        final = sum(len(characters) for _, characters in itertools.takewhile(lambda each: each[0].is_final, pieces))
+        for style, same in itertools.groupby(pieces, lambda piece: piece.colour if piece.text else "dim"):
+            text.append("".join(shown(piece.text) or hidden for piece in same), style)
+        final = sum(len(shown(piece.text)) for piece in itertools.takewhile(lambda piece: piece.is_final, pieces))
         return text, text[:final]
 
 
