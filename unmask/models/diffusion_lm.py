@@ -60,6 +60,7 @@ class DiffusionLM:
         mask_token_id: the input id at hidden positions.
         expand_token_id, delete_token_id: of a model that fills gaps of unknown length (`length_tokens.py`); else None. They and the mask
             token are `never_predicted`: their logits are -inf.
+        max_gap: the longest gap of unknown length that the model was trained to fill, in tokens; None: it was not, or this is not known.
         eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is first; it fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
@@ -87,6 +88,7 @@ class DiffusionLM:
         quality_head: bool = False,
         expand_token_id: int | None = None,
         delete_token_id: int | None = None,
+        max_gap: int | None = None,
     ):
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
@@ -95,6 +97,7 @@ class DiffusionLM:
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.expand_token_id, self.delete_token_id = expand_token_id, delete_token_id
+        self.max_gap = max_gap
         self.never_predicted = tuple(token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None)
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
@@ -157,7 +160,12 @@ class DiffusionLM:
     def settings(self) -> dict[str, Any]:
         """The settings that `unmask.load` reads from the model's config."""
         ends, quality = list(self.eos_token_ids), self.quality_head is not None
-        return self.pattern | {"eos_token_ids": ends, "padding_idx": self.padding_idx, "quality_head": quality}
+        return self.pattern | {
+            "eos_token_ids": ends,
+            "padding_idx": self.padding_idx,
+            "quality_head": quality,
+            "max_gap": self.max_gap,
+        }
 
     @property
     def pattern(self) -> dict[str, str | int | bool | None]:
