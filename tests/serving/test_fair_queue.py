@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.serving.fair_queue import FairQueue
 
 
-def drain(queue: FairQueue[str]) -> list[str]:
+def drain(queue: FairQueue[str]) -> list[str | None]:
     return [queue.pop() for _ in range(len(queue))]
 
 
@@ -35,8 +34,16 @@ def test_an_owner_that_comes_back_waits_for_the_others() -> None:
 
 def test_an_empty_queue_gives_nothing() -> None:
     queue: FairQueue[str] = FairQueue()
-    with pytest.raises(IndexError):
-        queue.pop()
+    assert queue.pop() is None
+
+
+def test_unwanted_items_wait_and_keep_their_turn() -> None:
+    queue: FairQueue[str] = FairQueue()
+    for item in ("a1", "a2", "b1"):
+        queue.push(item, item[0])
+    assert queue.pop(lambda item: item in ("a2", "b1")) == "a2" and queue.pop("none".__eq__) is None
+    assert queue.of("a") == ["a1"] and queue.longest() in ("a", "b") and sorted(queue) == ["a1", "b1"]
+    assert drain(queue) == ["b1", "a1"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(-2, 2)), max_size=30), st.sets(st.integers(0, 29)))
@@ -47,7 +54,7 @@ def test_no_item_is_lost_and_no_owner_waits_for_two_of_another(pushed: list[tupl
     queue.remove(unwanted.__contains__)
     kept = [number for number in range(len(pushed)) if number not in unwanted]
     assert len(queue) == len(kept)
-    order = [queue.pop() for _ in range(len(queue))]
+    order = [item for _ in range(len(queue)) if (item := queue.pop()) is not None]
     assert sorted(order) == kept and len(queue) == 0
     owners = [pushed[number][0] for number in order]
     for i, owner in enumerate(owners):  # between two turns of an owner, every other that still waits has one

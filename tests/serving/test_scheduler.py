@@ -30,7 +30,7 @@ LONG = CONFIG.model_copy(update={"max_new_tokens": 36, "stop_at_eos": False})
 
 @contextlib.asynccontextmanager
 async def scheduling(lm: DiffusionLM, **settings: Any) -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(lm, "tiny", **settings)
+    scheduler = Scheduler(lm.frozen_copy(), "tiny", **settings)  # a model computes in one thread at a time: that of the test has its own
     scheduler.start()
     try:
         yield scheduler
@@ -230,7 +230,117 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(monkeypatch: pyt
             assert scheduler.healthy and scheduler.metrics.registry.get_sample_value("unmask_engine_failures_total") == MOST_FAILURES
 
     asyncio.run(run())
-    assert "a step of the engine failed; 1 sequences end with it" in caplog.text
+    assert "a step of the engine failed, with 1 sequences" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), GenerationError("the predictions are NaN")], ids=["any", "its own"])
+def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others start again, and whoever watches them sees no step twice."""
+    lm, step, count = tiny(attention="bidirectional"), Engine.step, 0
+    prompts, bad = ["abc", "f", "dd", "be", "fedcba"], 2
+
+    def failing(self: Engine) -> Any:
+        nonlocal count
+        count += 1
+        if count > 3 and any(each.request.key == bad for each in [*self.running, *self.waiting]):
+            raise error
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+
+    async def run() -> None:
+        async with scheduling(lm, batch_size=4) as scheduler:
+            asked = [scheduler.submit([work], owner="a") for work in works(lm, prompts, frames=True)]
+            found = await asyncio.gather(*map(collect, asked), return_exceptions=True)
+            for number, (prompt, events) in enumerate(zip(prompts, found, strict=True)):
+                if number == bad:
+                    assert isinstance(events, GenerationError if isinstance(error, GenerationError) else ServiceError)
+                    continue
+                assert not isinstance(events, BaseException) and events[-1].trace is not None
+                assert outline([events[-1].trace]) == alone(lm, prompt, key=number)
+                assert [event.frame.step for event in events if event.frame] == list(range(1, 9))
+            assert scheduler.healthy
+
+    asyncio.run(run())
+
+
+def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, submit = tiny(), Engine.submit
+
+    def failing(self: Engine, request: Any, config: SamplerConfig) -> int:
+        if request.key == 13:
+            raise RuntimeError("no memory for its cache")
+        return submit(self, request, config)
+
+    monkeypatch.setattr(Engine, "submit", failing)
+
+    async def run() -> None:
+        async with scheduling(lm, batch_size=2) as scheduler:
+            good = scheduler.submit(works(lm, ["abc", "f"]), owner="a")
+            with pytest.raises(ServiceError, match="the engine failed"):
+                await collect(scheduler.submit(works(lm, ["dd"], first_key=13), owner="b"))
+            assert outline(await traces(good)) == [*alone(lm, "abc"), *alone(lm, "f", key=1)]
+
+    asyncio.run(run())
+
+
+def test_without_an_engine_the_server_ends(stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, ended = tiny(), threading.Event()
+
+    async def run() -> None:
+        async with scheduling(lm, batch_size=2) as scheduler:
+            scheduler.on_end = ended.set
+            monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
+            monkeypatch.setattr(scheduler, "_make_engine", lambda: 1 / 0)
+            with pytest.raises(StoppedError):
+                await collect(scheduler.submit(works(lm, ["abc"]), owner="a"))
+            await asyncio.to_thread(ended.wait, 30)
+            assert not scheduler.healthy
+
+    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
+        asyncio.run(run())
+        gc.collect()
+
+
+def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threading.Semaphore) -> None:
+    lm = tiny()
+
+    async def run() -> None:
+        async with scheduling(lm, batch_size=1, queue_size=4) as scheduler:
+            running = scheduler.submit(works(lm, ["abc"]), owner="greedy")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            waiting = [scheduler.submit(works(lm, ["f"]), owner="greedy") for _ in range(4)]
+            modest = [scheduler.submit(works(lm, ["abc"]), owner="modest") for _ in range(2)]
+            with pytest.raises(OverloadedError):  # it has as many as whoever has most
+                scheduler.submit(works(lm, ["abc"]), owner="modest")
+            stalled.release(1000)
+            for events in (running, *modest):
+                assert outline(await traces(events)) == alone(lm, "abc")
+            for events in waiting[:2]:
+                assert outline(await traces(events)) == alone(lm, "f")
+            for events in waiting[2:]:
+                with pytest.raises(OverloadedError, match="too many requests wait"):
+                    await collect(events)
+
+    asyncio.run(run())
+
+
+def test_all_sequences_of_a_submission_are_of_the_same_weights(stalled: threading.Semaphore) -> None:
+    lm = tiny()
+
+    async def run() -> None:
+        async with scheduling(lm, batch_size=1) as scheduler:
+            begun = scheduler.submit(works(lm, ["abc", "f", "dd"]), owner="a")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            waiting = scheduler.submit(works(lm, ["abc"]), owner="b")
+            loaded = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+            await asyncio.sleep(0)
+            stalled.release(1000)
+            assert {event.version for event in await collect(begun)} == {None}
+            await loaded
+            assert {event.version for event in await collect(waiting)} == {"new"}
+
+    asyncio.run(run())
 
 
 def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:

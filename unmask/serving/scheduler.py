@@ -1,7 +1,9 @@
 """The engine of a server: one thread owns it, and the event loop hands it sequences and gets their frames back.
 
 Sequences wait in a bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has left. New weights
-enter between steps as well, once no sequence runs: every answer is of one model.
+enter between steps as well, once no submission has begun that is not finished: every answer is of one model.
+
+A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do not depend on company.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ RECENT = 64
 LONGEST_RETRY = 300  # seconds
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
 MOST_FAILURES = 3
-"""Steps that fail one after the other before the server counts as broken."""
+"""Sequences that fail alone, one after the other, before the server counts as broken."""
 
 
 @dataclass(eq=False)
@@ -45,6 +47,7 @@ class Entry:
     index: int  # in the submission
     watched: Watched | None
     seen: bool = False  # whether its first frame has been made
+    alone: bool = False  # whether it runs by itself, as a step with others has failed
 
     @property
     def work(self) -> Work:
@@ -64,7 +67,7 @@ class Job:
         if self.done.set_running_or_notify_cancel():
             try:
                 self.done.set_result(self.function())
-            except Exception as error:
+            except Exception as error:  # user code: whatever the function raises is for whoever wanted it
                 self.done.set_exception(error)
 
 
@@ -74,12 +77,15 @@ Deliveries = list[tuple[Submission, Event | Exception]]
 class Scheduler:
     """Generates for many at once: the `Service` of a server. `start` it, and `stop` it at the end.
 
-    An error in a step ends the sequences that ran, with a `ServiceError`; the server goes on with a new engine.
+    A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new engine.
 
     Args:
         batch_size: the most sequences that run at once.
         max_batch_tokens: as of `Engine`.
         queue_size: the most sequences that wait.
+
+    Attributes:
+        on_end: is called in the engine's thread when that ends, because it was stopped or because no new engine could be made.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Scheduler:
         self.lm, self.name, self.queue_size = lm, name, queue_size
         self.version: str | None = None
         self.metrics = metrics or Metrics()
+        self.on_end: Callable[[], None] = lambda: None
         self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
@@ -104,6 +111,7 @@ class Scheduler:
         self._stopping = False
         self._engine = self._make_engine()  # the engine's thread owns the following
         self._running: dict[int, Entry] = {}  # by ticket
+        self._again: deque[Entry] = deque()  # which run one by one, before all others
         self._failures = 0  # one after the other
         self._ends: deque[float] = deque([monotonic()], maxlen=RECENT)  # when recent sequences ended
         self.metrics.queue_length.set_function(self._queue.__len__)
@@ -136,7 +144,7 @@ class Scheduler:
         self._check_version(version)
         with self._changed:
             self._check_stopping()
-            self._check_room(len(work), len(self._queue))
+            self._make_room(len(work), owner)
             submission = Submission(work, version, timeout, self._forget)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
@@ -150,8 +158,8 @@ class Scheduler:
         return await self._do(Job(function, alone=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engine's thread once the sequences that run have finished. Those that wait get the new weights, unless they
-        name others. Raises what `load` raises; the weights then keep their name."""
+        """Call `load` in the engine's thread once the submissions that have begun are finished. Those that wait get the new weights, unless
+        they name others. Raises what `load` raises; the weights then keep their name."""
 
         def replace() -> None:
             load()
@@ -162,7 +170,8 @@ class Scheduler:
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            self._check_room(1, len(self._jobs))
+            if len(self._jobs) >= self.queue_size:
+                raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
         return await asyncio.wrap_future(job.done)
@@ -176,22 +185,33 @@ class Scheduler:
             what = f"the weights are {self.version!r}, not {version!r}"
             raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
 
-    def _check_room(self, count: int, waiting: int) -> None:
+    def _make_room(self, count: int, owner: str) -> None:
+        """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
-        excess = waiting + count - self.queue_size
-        if excess > 0:
-            pace = (monotonic() - self._ends[0]) / len(self._ends)
-            retry = min(max(math.ceil(excess * pace), 1), LONGEST_RETRY)
-            raise OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
+        while (excess := len(self._queue) + count - self.queue_size) > 0:
+            theirs = self._queue.of(self._queue.longest())
+            last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
+            if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
+                raise self._overloaded(excess)
+            self._withdraw(last)
+            self._deliver([(last, self._overloaded(excess))])
+
+    def _overloaded(self, excess: int) -> OverloadedError:
+        pace = (monotonic() - self._ends[0]) / len(self._ends)
+        retry = min(max(math.ceil(excess * pace), 1), LONGEST_RETRY)
+        return OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
 
     def _forget(self, submission: Submission) -> None:
         """Drop the sequences of a closed submission: the waiting ones now; the running ones are dropped between steps."""
         with self._changed:
             if submission in self._open:
                 self._open.remove(submission)
-                self._queue.remove(lambda entry: entry.submission is submission)
+                self._withdraw(submission)
+
+    def _withdraw(self, submission: Submission) -> None:
+        self._queue.remove(lambda entry: entry.submission is submission)
 
     def _end_all(self) -> None:
         """End everything that is left."""
@@ -213,67 +233,76 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait():
-                self._drop_closed()
-                self._do_job()
-                self._admit()
-                if self._running:
-                    self._step()
+                try:
+                    self._drop_closed()
+                    self._do_job()
+                    self._admit()
+                    if self._running:
+                        self._step()
+                except Exception as error:  # user code: of a model, on any device; the state of the engine is unknown
+                    self._recover(error)
         finally:
             self._end_all()
+            self.on_end()
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: the server ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._queue or self._jobs or self._stopping)
-            return bool(self._running or self._queue or self._jobs)
+            self._changed.wait_for(lambda: self._running or self._again or self._queue or self._jobs or self._stopping)
+            return bool(self._running or self._again or self._queue or self._jobs)
 
     def _drop_closed(self) -> None:
         for ticket, entry in list(self._running.items()):
             if entry.submission.closed:
-                self._engine.cancel(ticket)
                 self._leave(ticket, "cancelled")
+                self._engine.cancel(ticket)
 
     def _do_job(self) -> None:
         """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
-            if not self._jobs or (self._jobs[0].alone and self._running):
+            busy = self._running or self._again or any(entry.submission.begun for entry in self._queue)
+            if not self._jobs or (self._jobs[0].alone and busy):
                 return
             job = self._jobs.popleft()
         job.run()
 
     def _admit(self) -> None:
-        """Give the engine as many sequences as may run; none while a job waits to be alone."""
-        deliveries: Deliveries = []
-        while len(self._running) < self._engine.batch_size:
-            with self._changed:
-                if not self._queue or (self._jobs and self._jobs[0].alone):
-                    break
-                entry = self._queue.pop()
+        """Give the engine as many sequences as may run; while a job waits to be alone, only those of submissions that have begun."""
+        while len(self._running) < self._engine.batch_size and (entry := self._next()):
             try:
                 self._check_version(entry.submission.version)
-                self._running[self._engine.submit(entry.work.request, entry.work.config)] = entry
+                ticket = self._engine.submit(entry.work.request, entry.work.config)
             except (GenerationError, OtherWeightsError) as error:
-                deliveries.append((entry.submission, error))
-        self._deliver(deliveries)
+                self._deliver([(entry.submission, error)])
+            except Exception as error:  # user code: of a model
+                self._deliver([(entry.submission, _failure())])
+                raise error
+            else:
+                self._running[ticket] = entry
+
+    def _next(self) -> Entry | None:
+        """The sequence that enters next; None if it has to wait."""
+        if self._again or any(entry.alone for entry in self._running.values()):
+            return self._again.popleft() if not self._running else None
+        with self._changed:
+            exclusive = bool(self._jobs and self._jobs[0].alone)
+            entry = self._queue.pop(lambda entry: entry.submission.begun or not exclusive)
+            if entry is not None:
+                entry.submission.begun = True
+            return entry
 
     def _step(self) -> None:
         """One step of the engine, and what came of it."""
         started, passes = perf_counter(), self._engine.num_forward_passes
-        deliveries: Deliveries = []
-        try:
-            finished = self._engine.step()
-            self.metrics.engine_seconds.inc(perf_counter() - started)
-            self.metrics.forward_passes.inc(self._engine.num_forward_passes - passes)
-            for ticket, trace in finished:
-                deliveries.append(self._finish(ticket, trace))
-            for ticket, entry in self._running.items():
-                if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
-                    self._see(entry)
-                    deliveries.append((entry.submission, Event(entry.index, frame, None)))
-            self._failures = 0
-        except Exception:  # of one sequence or of all: the state of the engine is unknown
-            logger.exception("a step of the engine failed; %d sequences end with it", len(self._running))
-            deliveries += self._recover()
+        finished = self._engine.step()
+        self.metrics.engine_seconds.inc(perf_counter() - started)
+        self.metrics.forward_passes.inc(self._engine.num_forward_passes - passes)
+        deliveries: Deliveries = [self._finish(ticket, trace) for ticket, trace in finished]
+        for ticket, entry in self._running.items():
+            if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
+                self._see(entry)
+                deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
+        self._failures = 0
         self._deliver(deliveries)
 
     def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
@@ -283,7 +312,7 @@ class Scheduler:
         self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
         frame = entry.watched.last(trace) if entry.watched is not None else None
         self._see(entry)
-        return entry.submission, Event(entry.index, frame, trace)
+        return entry.submission, Event(entry.index, frame, trace, self.version)
 
     def _see(self, entry: Entry) -> None:
         """Measure the time to the first frame of a sequence that is watched."""
@@ -296,14 +325,21 @@ class Scheduler:
         self._ends.append(monotonic())
         return self._running.pop(ticket)
 
-    def _recover(self) -> Deliveries:
-        """End the sequences that ran, and go on with a new engine."""
-        self._failures += 1
+    def _recover(self, error: Exception) -> None:
+        """Go on with a new engine, in which the sequences that ran start again, each by itself. One that failed by itself ends."""
+        logger.error("a step of the engine failed, with %d sequences", len(self._running), exc_info=error)
         self.metrics.engine_failures.inc()
-        error = ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
-        failed = [self._leave(ticket, "failed") for ticket in list(self._running)]
-        self._engine = self._make_engine()
-        return [(entry.submission, error) for entry in failed]
+        ran, self._engine = list(self._running.items()), self._make_engine()
+        if len(ran) == 1:
+            [(ticket, entry)] = ran
+            self._leave(ticket, "failed")
+            self._failures += not isinstance(error, GenerationError)
+            self._deliver([(entry.submission, error if isinstance(error, GenerationError) else _failure())])
+            return
+        self._running.clear()
+        for _, entry in ran:
+            entry.alone = True
+            self._again.append(entry)
 
     def _deliver(self, deliveries: Deliveries) -> None:
         """Give events and errors to the event loops of the submissions: one wake-up a loop."""
@@ -311,6 +347,10 @@ class Scheduler:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
                 loop.call_soon_threadsafe(_hand_over, theirs)
+
+
+def _failure() -> ServiceError:
+    return ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
 
 
 def _hand_over(deliveries: Iterable[tuple[Submission, Event | Exception]]) -> None:

@@ -20,11 +20,12 @@ LAST_WORDS = 2  # seconds in which errors reach those whose requests the end of 
 
 class GracefulServer(uvicorn.Server):
     """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
-    answered with an error."""
+    answered with an error. It also ends when the engine does."""
 
     def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float):
         super().__init__(config)
         self.scheduler, self.grace = scheduler, grace
+        scheduler.on_end = partial(setattr, self, "should_exit", True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.scheduler.stop(self.grace))
@@ -67,6 +68,7 @@ def make_server(
         access_log=False,
         log_level=logging.WARNING,
         server_header=False,
+        proxy_headers=False,  # by which clients could take turns under many names
         timeout_keep_alive=keep_alive,
         timeout_graceful_shutdown=int(grace) + LAST_STEP + LAST_WORDS,
     )

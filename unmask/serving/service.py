@@ -73,6 +73,7 @@ class Event(NamedTuple):
     index: int  # type: ignore[assignment]  # of the sequence in what was submitted
     frame: Frame | None  # set only with Work.frames
     trace: Trace | None  # set once for each sequence, at its end
+    version: str | None = None  # of the weights that generate all sequences that were submitted with it
 
 
 class Service(Protocol):

@@ -16,12 +16,13 @@ class Submission:
 
     Attributes:
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
+        begun: whether a sequence of it has run. The others then run on the same weights.
     """
 
     def __init__(self, work: Sequence[Work], version: str | None, timeout: float | None, on_close: Callable[[Submission], None]):
         self.work, self.version, self.started = work, version, monotonic()
         self.loop = asyncio.get_running_loop()
-        self.closed = False
+        self.closed = self.begun = False
         self._on_close = on_close
         self._arrived: deque[Event] = deque()
         self._wake = asyncio.Event()
@@ -73,13 +74,13 @@ class Events(AsyncIterator[Event]):
         self._submission = submission
 
     async def __anext__(self) -> Event:
+        event = None
         try:
             event = await self._submission.next()
-        except BaseException:  # cancelled, or ended with an error
-            self._submission.close()
-            raise
+        finally:  # also when it is cancelled, or has ended with an error
+            if event is None:
+                self._submission.close()
         if event is None:
-            self._submission.close()
             raise StopAsyncIteration
         return event
 
