@@ -30,7 +30,7 @@ LONG = CONFIG.model_copy(update={"max_new_tokens": 36, "stop_at_eos": False})
 
 @contextlib.asynccontextmanager
 async def scheduling(lm: DiffusionLM, **settings: Any) -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(lm.frozen_copy(), "tiny", **settings)  # a model computes in one thread at a time: that of the test has its own
+    scheduler = Scheduler(lm, "tiny", **settings)
     scheduler.start()
     try:
         yield scheduler
@@ -55,9 +55,10 @@ async def traces(events: AsyncIterator[Event]) -> list[Trace]:
     return [found[index] for index in sorted(found)]
 
 
-def alone(lm: DiffusionLM, prompt: str, config: SamplerConfig = CONFIG, key: int = 0) -> list[tuple[list[int], list[int]]]:
-    """The tokens and steps of a prompt by itself."""
-    return outline(unmask.generate(lm, [prompt], config, [key]).trace or [])
+async def alone(scheduler: Scheduler, prompt: str, config: SamplerConfig = CONFIG, key: int = 0) -> list[tuple[list[int], list[int]]]:
+    """The tokens and steps of a prompt by itself. A model computes in one thread at a time."""
+    found = await scheduler.between_steps(lambda: unmask.generate(scheduler.lm, [prompt], config, [key]))
+    return outline(found.trace or [])
 
 
 def outline(found: Sequence[Trace]) -> list[tuple[list[int], list[int]]]:
@@ -163,8 +164,8 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Sema
             await waiting.aclose()  # frees its places at once, though a step is under way
             late = scheduler.submit(works(lm, ["f"]), owner="b")
             stalled.release(1000)
-            assert outline(await traces(running)) == alone(lm, "abc")
-            assert outline(await traces(late)) == alone(lm, "f")
+            assert outline(await traces(running)) == await alone(scheduler, "abc")
+            assert outline(await traces(late)) == await alone(scheduler, "f")
 
     asyncio.run(run())
 
@@ -203,7 +204,7 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             assert value("unmask_sequences_total", {"outcome": "cancelled"}) == 4
             assert not scheduler._open
             stalled.release(1000)
-            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == alone(lm, "abc")
+            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
 
     asyncio.run(run())
 
@@ -226,11 +227,11 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(monkeypatch: pyt
                     await collect(bad)
                 assert failed.value.status == 500 and "secret" not in str(failed.value)
             assert not scheduler.healthy
-            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == alone(lm, "abc")
+            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
             assert scheduler.healthy and scheduler.metrics.registry.get_sample_value("unmask_engine_failures_total") == MOST_FAILURES
 
     asyncio.run(run())
-    assert "a step of the engine failed, with 1 sequences" in caplog.text
+    assert "the engine failed, with 1 sequences" in caplog.text
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), GenerationError("the predictions are NaN")], ids=["any", "its own"])
@@ -257,7 +258,7 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
                     assert isinstance(events, GenerationError if isinstance(error, GenerationError) else ServiceError)
                     continue
                 assert not isinstance(events, BaseException) and events[-1].trace is not None
-                assert outline([events[-1].trace]) == alone(lm, prompt, key=number)
+                assert outline([events[-1].trace]) == await alone(scheduler, prompt, key=number)
                 assert [event.frame.step for event in events if event.frame] == list(range(1, 9))
             assert scheduler.healthy
 
@@ -279,12 +280,12 @@ def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.Monke
             good = scheduler.submit(works(lm, ["abc", "f"]), owner="a")
             with pytest.raises(ServiceError, match="the engine failed"):
                 await collect(scheduler.submit(works(lm, ["dd"], first_key=13), owner="b"))
-            assert outline(await traces(good)) == [*alone(lm, "abc"), *alone(lm, "f", key=1)]
+            assert outline(await traces(good)) == [*await alone(scheduler, "abc"), *await alone(scheduler, "f", key=1)]
 
     asyncio.run(run())
 
 
-def test_without_an_engine_the_server_ends(stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_engine_the_server_ends(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     lm, ended = tiny(), threading.Event()
 
     async def run() -> None:
@@ -297,9 +298,8 @@ def test_without_an_engine_the_server_ends(stalled: threading.Semaphore, monkeyp
             await asyncio.to_thread(ended.wait, 30)
             assert not scheduler.healthy
 
-    with pytest.warns(pytest.PytestUnhandledThreadExceptionWarning):
-        asyncio.run(run())
-        gc.collect()
+    asyncio.run(run())
+    assert "the engine cannot go on" in caplog.text
 
 
 def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threading.Semaphore) -> None:
@@ -315,9 +315,9 @@ def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threa
                 scheduler.submit(works(lm, ["abc"]), owner="modest")
             stalled.release(1000)
             for events in (running, *modest):
-                assert outline(await traces(events)) == alone(lm, "abc")
+                assert outline(await traces(events)) == await alone(scheduler, "abc")
             for events in waiting[:2]:
-                assert outline(await traces(events)) == alone(lm, "f")
+                assert outline(await traces(events)) == await alone(scheduler, "f")
             for events in waiting[2:]:
                 with pytest.raises(OverloadedError, match="too many requests wait"):
                     await collect(events)
@@ -353,7 +353,7 @@ def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
             bad, good = scheduler.submit([other, unfit], owner="a"), scheduler.submit(works(lm, ["f"]), owner="b")
             with pytest.raises(GenerationError, match="the request was made with other settings"):
                 await collect(bad)
-            assert outline(await traces(good)) == alone(lm, "f")
+            assert outline(await traces(good)) == await alone(scheduler, "f")
 
     asyncio.run(run())
 
@@ -430,7 +430,7 @@ def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(st
                 await scheduler.between_steps(look)
             stalled.release(1000)
             assert await asyncio.gather(*asked) == ["found", "found"]
-            assert outline(await traces(running)) == alone(lm, "abc")
+            assert outline(await traces(running)) == await alone(scheduler, "abc")
             with pytest.raises(ZeroDivisionError):
                 await scheduler.between_steps(lambda: 1 / 0)
             assert scheduler.healthy
@@ -455,7 +455,7 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
             await ending
             return await asked
 
-    assert outline(asyncio.run(run())) == [alone(lm, prompt, key=key)[0] for key, prompt in enumerate(["abc", "f", "dd"])]
+    assert outline(asyncio.run(run())) == outline(unmask.generate(lm, ["abc", "f", "dd"], CONFIG, [0, 1, 2]).trace or [])
 
 
 def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphore) -> None:
@@ -507,4 +507,4 @@ def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
             await scheduler.stop(0)
 
     asyncio.run(leave())
-    assert outline(asyncio.run(ask())) == alone(lm, "abc")
+    assert outline(asyncio.run(ask())) == outline(unmask.generate(scheduler.lm, ["abc"], CONFIG, [0]).trace or [])

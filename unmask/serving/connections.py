@@ -47,7 +47,7 @@ class LimitedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._head = _cancelled(self._head)
+            self._head = _cancel(self._head)
         elif self._head is None:
             self._head = self._after(self.limits.head_seconds, self.transport.abort)
 
@@ -58,16 +58,18 @@ class LimitedConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._write = _cancelled(self._write)
+        self._write = _cancel(self._write)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head, self._write = _cancelled(self._head), _cancelled(self._write)
+        self._head, self._write = _cancel(self._head), _cancel(self._write)
         super().connection_lost(exc)
 
     def _after(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, function)
 
 
-def _cancelled(timer: asyncio.TimerHandle | None) -> None:
+def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
+    """No timer, in place of this one."""
     if timer is not None:
         timer.cancel()
+    return None

@@ -62,7 +62,7 @@ class CountRequests:
 
         try:
             await self.app(scope, receive, counted)
-        except Exception:
+        except Exception:  # user code: whatever a route raises
             status = 500
             raise
         finally:

@@ -233,14 +233,18 @@ class Scheduler:
     def _run(self) -> None:
         try:
             while self._wait():
+                stepping = False
                 try:
                     self._drop_closed()
                     self._do_job()
                     self._admit()
-                    if self._running:
+                    stepping = bool(self._running)
+                    if stepping:
                         self._step()
                 except Exception as error:  # user code: of a model, on any device; the state of the engine is unknown
-                    self._recover(error)
+                    self._recover(error, stepping=stepping)
+        except Exception:  # user code: a model of which no engine can be made any more
+            logger.exception("the engine cannot go on")
         finally:
             self._end_all()
             self.on_end()
@@ -325,12 +329,12 @@ class Scheduler:
         self._ends.append(monotonic())
         return self._running.pop(ticket)
 
-    def _recover(self, error: Exception) -> None:
-        """Go on with a new engine, in which the sequences that ran start again, each by itself. One that failed by itself ends."""
-        logger.error("a step of the engine failed, with %d sequences", len(self._running), exc_info=error)
+    def _recover(self, error: Exception, *, stepping: bool) -> None:
+        """Go on with a new engine, in which the sequences that ran start again, each by itself. One whose step failed by itself ends."""
+        logger.error("the engine failed, with %d sequences", len(self._running), exc_info=error)
         self.metrics.engine_failures.inc()
         ran, self._engine = list(self._running.items()), self._make_engine()
-        if len(ran) == 1:
+        if stepping and len(ran) == 1:
             [(ticket, entry)] = ran
             self._leave(ticket, "failed")
             self._failures += not isinstance(error, GenerationError)
