@@ -64,7 +64,7 @@ class Job:
         if self.done.set_running_or_notify_cancel():
             try:
                 self.done.set_result(self.function())
-            except Exception as error:
+            except Exception as error:  # user code: a folder of weights, a text to search; whoever waits gets the error
                 self.done.set_exception(error)
 
 
@@ -271,7 +271,7 @@ class Scheduler:
                     self._see(entry)
                     deliveries.append((entry.submission, Event(entry.index, frame, None)))
             self._failures = 0
-        except Exception:  # of one sequence or of all: the state of the engine is unknown
+        except Exception:  # user code: of one request or of all, and the state of the engine is unknown
             logger.exception("a step of the engine failed; %d sequences end with it", len(self._running))
             deliveries += self._recover()
         self._deliver(deliveries)

@@ -73,13 +73,13 @@ class Events(AsyncIterator[Event]):
         self._submission = submission
 
     async def __anext__(self) -> Event:
+        event = None
         try:
             event = await self._submission.next()
-        except BaseException:  # cancelled, or ended with an error
-            self._submission.close()
-            raise
+        finally:
+            if event is None:  # it has ended, or failed, or whoever waits was cancelled
+                self._submission.close()
         if event is None:
-            self._submission.close()
             raise StopAsyncIteration
         return event
 
