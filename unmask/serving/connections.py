@@ -47,7 +47,7 @@ class LimitedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._head = _cancel(self._head)
+            self._cancel_head()
         elif self._head is None:
             self._head = self._after(self.limits.head_seconds, self.transport.abort)
 
@@ -58,18 +58,22 @@ class LimitedConnection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._write = _cancel(self._write)
+        self._cancel_write()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head, self._write = _cancel(self._head), _cancel(self._write)
+        self._cancel_head()
+        self._cancel_write()
         super().connection_lost(exc)
 
     def _after(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, function)
 
+    def _cancel_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = None
 
-def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
-    """No timer, in place of this one."""
-    if timer is not None:
-        timer.cancel()
-    return None
+    def _cancel_write(self) -> None:
+        if self._write is not None:
+            self._write.cancel()
+        self._write = None

@@ -62,9 +62,6 @@ class CountRequests:
 
         try:
             await self.app(scope, receive, counted)
-        except Exception:  # user code: whatever a route raises
-            status = 500
-            raise
         finally:
             route = getattr(scope.get("route"), "path", None) or OTHER
             self.metrics.requests.labels(route, str(status)).inc()

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ from tests.serving.servers import copied, served, serving_rollouts
 from unmask.config.run import LoraSettings, RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
-from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, make_backend
+from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, in_chunks, make_backend
 from unmask.generation.remote.http import RemoteError
+from unmask.generation.remote.protocol import model_facts
+from unmask.generation.requests import make_requests
 from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
@@ -154,6 +156,42 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
         for backend in (first, second):
             backend.close()
     assert generations[0] == generations[1] == unreused(LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS))
+
+
+def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, answers = tiny(), iter([429, 429, 200])
+    monkeypatch.setattr(ServerBackend, "_served", lambda _: ("tiny", None, model_facts(lm)))
+
+    def full_at_first(path: str, body: Any) -> tuple[int, Any]:
+        traces = unmask.generate(lm, body["prompt"], CONFIG, body["diffusion"]["keys"]).trace or []
+        return next(answers), {"choices": [{"diffusion": {"trace": asdict(trace)}} for trace in traces]}
+
+    with serving(full_at_first) as url:
+        server = make_backend(to_server(url, patience=0.0), lm, tmp_path)
+        assert server.generate(PROMPTS, CONFIG, KEYS) == unreused(LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS))
+        server.close()
+
+
+def test_what_a_server_cannot_do_is_refused_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNMASK_ADMIN_KEY", raising=False)
+    lm = tiny()
+    with served(lm) as url:
+        server = make_backend(to_server(url), lm, tmp_path)
+        with pytest.raises(GenerationError, match=r"deterministic: the sequences of all clients.*Leave it out, or use backend 'local'"):
+            server.generate(PROMPTS, CONFIG.model_copy(update={"deterministic": True}), KEYS)
+        with pytest.raises(GenerationError, match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from"):
+            server.sync(changed(lm), 0)
+        server.close()
+
+
+def test_long_rollouts_are_several_requests() -> None:
+    requests = make_requests(tiny(), [[4, 5, 6]] * 7, CONFIG)
+    assert [len(chunk) for chunk in in_chunks(requests, 3)] == [3, 3, 1]
+    long = [replace(request, prompt=[4] * 30_000) for request in requests]
+    assert [len(chunk) for chunk in in_chunks([*requests[:2], *long[:2], *requests[:1]], 64)] == [3, 2]
+    assert in_chunks([], 3) == []
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:
@@ -329,8 +367,9 @@ class Serve:
     """A process of `unmask serve`."""
 
     def __init__(self, model: Path, port: int):
-        command = [sys.executable, "-m", "unmask", "serve", str(model), "--port", str(port)]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        options = ["--port", str(port), "--batch-size", "1", "--weights-from", str(model.parent)]
+        command = [sys.executable, "-m", "unmask", "serve", str(model), *options]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "UNMASK_ADMIN_KEY": "admin"}
         heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds_interrupts
@@ -342,8 +381,9 @@ class Serve:
 
 
 @pytest.mark.slow
-def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
+def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path, monkeypatch):
     """The second time it does not come back."""
+    monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
     lm = tiny(attention="bidirectional", layers=3)
     lm.save(tmp_path / "model")
     lm = unmask.load(tmp_path / "model")  # float32, as the server reads it
@@ -363,7 +403,7 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
             serve.end(signal.SIGKILL)
             serve = Serve(tmp_path / "model", port)
             assert running.result() == expected
-        told = f"DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served at http://127.0.0.1:{port}"
+        told = f"DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model at http://127.0.0.1:{port}"
         assert told in serve.end(signal.SIGINT)
         assert serve.process.returncode == 130
         backend.http.patience = 0.6

@@ -164,7 +164,7 @@ class ServerBackend(RemoteBackend):
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
-        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience}
+        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience, "queue_patience": config.timeout}
         self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
         self._sending = Lock()
         try:

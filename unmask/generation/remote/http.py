@@ -37,10 +37,14 @@ class HttpClient:
         timeout: seconds to wait for an answer.
         patience: seconds to wait for a server that does not accept requests, from the first failure on.
         api_key: sent with every request.
+        queue_patience: seconds to wait for a server that has too many requests; None: `patience`.
     """
 
-    def __init__(self, url: str, kind: str, *, timeout: float, patience: float, api_key: str | None = None):
+    def __init__(
+        self, url: str, kind: str, *, timeout: float, patience: float, api_key: str | None = None, queue_patience: float | None = None
+    ):
         self.kind, self.patience = kind, patience
+        self.queue_patience = patience if queue_patience is None else queue_patience
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
@@ -52,8 +56,7 @@ class HttpClient:
 
     def send(self, method: str, path: str, **content: Any) -> str:
         """Send a request with the `content` arguments of httpx (`json=...`), and return the text of the answer. Retries for `patience`
-        seconds while the server accepts no requests, and for `timeout` seconds while it has too many. Raises RemoteError if it accepts
-        none, does not answer, or refuses this one."""
+        seconds while the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses this one."""
         deadline: float | None = None  # from the first failure on
         while True:
             try:
@@ -68,7 +71,7 @@ class HttpClient:
                     return text
                 if status not in BUSY:
                     raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
-                patience = max(self.patience, self._client.timeout.read or 0.0) if status == FULL else self.patience
+                patience = self.queue_patience if status == FULL else self.patience
                 deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"), patience)
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
