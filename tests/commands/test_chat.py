@@ -143,6 +143,9 @@ def test_nested_settings(chat):
     with pytest.raises(ConfigError, match="contradict one another"):
         chat.command("/settings constraint.regex=a+")
     chat.command("/settings constraint=null")
+    chat.command("/settings constraint.regex='[a-c]+'")
+    assert re.fullmatch("[a-c]+", ask(chat, "hello"))
+    chat.command("/settings constraint=null")
     assert chat.config.constraint is None
 
 
