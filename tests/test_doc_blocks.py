@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,10 +19,12 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer
@@ -28,6 +32,8 @@ from typer.testing import CliRunner
 
 import unmask as package
 from tests.helpers import REPOSITORY
+from tests.serving.in_process import StepService, make_app, served
+from tests.serving.openai.asking import post
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
@@ -45,6 +51,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagrams, which nothing runs
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
+SERVER = "localhost:8000"
 PARSED = ("serve", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
 SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
@@ -183,12 +190,22 @@ def give_words(words: list[str], *, run: bool) -> None:
         give(words[1:], run=run)
     elif name in ("pytest", "apt-get"):
         assert all((REPOSITORY / word.rstrip(";")).exists() for word in words if word.startswith("tests/"))
+    elif name == "curl":
+        send(words)
     elif name == "pip":
         extras = re.findall(r"unmask\[([\w,]+)\]", " ".join(words))[0].split(",")
         declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.M)
         assert set(extras) <= set(declared)
     else:
         give_module(words)
+
+
+def send(words: list[str]) -> None:
+    """Send the request of a `curl` to a server of a small model. It is not refused."""
+    [address] = [urlsplit(word) for word in words if word.startswith("http")]
+    app = make_app(StepService(load("runs/sft/model"), "sft"))
+    response = asyncio.run(post(app, address.path.removeprefix("/v1/"), json.loads(words[words.index("-d") + 1])))
+    assert (address.netloc, response.status_code) == (SERVER, 200), response.text
 
 
 def give_module(words: list[str]) -> None:
@@ -281,11 +298,23 @@ def test_python_runs(page, here, monkeypatch):
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     names: dict[str, Any] = {"__name__": __name__, "unmask": package, "rows": [PROBLEM] * 64}
-    for block in blocks_of(page):
-        if block.language != "python":
-            continue
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    with running_server() if any(SERVER in block.text for block in blocks) else contextlib.nullcontext(SERVER) as server:
+        run_python(blocks, names, [*SHORTER, (SERVER, server)])
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[str]:
+    """Host and port of a server of a small model; the official client's connections are closed."""
+    with served(StepService(load("runs/sft/model"), "sft")) as url, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield urlsplit(url).netloc
+
+
+def run_python(blocks: list[Block], names: dict[str, Any], changes: list[tuple[str, str]]) -> None:
+    for block in blocks:
         text = block.text
-        for long, short in SHORTER:
+        for long, short in changes:
             text = text.replace(long, short)
         tree = ast.parse(text, str(block))
         if block.not_run is None:

@@ -14,18 +14,19 @@ from typing import TypeVar
 import torch
 import uvicorn
 from fastapi import FastAPI
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
 
 from unmask.data.characters import character_tokenizer
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Watched
-from unmask.generation.remote.server import open_port
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.serving.limits import Limits
 from unmask.serving.openai.errors import add_error_handlers
 from unmask.serving.openai.routes import make_router
+from unmask.serving.server import open_port
 from unmask.serving.service import Event, OtherWeightsError, Work
 
 Result = TypeVar("Result")
@@ -58,6 +59,23 @@ def model(attention: str = "bidirectional", block_size: int | None = None, *, eo
     bias_V[lm.eos_token_id] = eos_bias
     head.bias = nn.Parameter(bias_V, requires_grad=False)
     return lm
+
+
+@cache
+def byte_model() -> DiffusionLM:
+    """A random block-causal model whose tokens are pieces of words, and bytes of characters."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat, the end of the story, é ü 猫"] * 9, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
+    config = GPT2Config(vocab_size=len(wrapped), n_embd=16, n_layer=1, n_head=2, n_positions=256, eos_token_id=0, initializer_range=0.3)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        network = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return make_diffusion(network, wrapped, attention="block_causal", block_size=4)
 
 
 class StepService:

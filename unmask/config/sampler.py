@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 OF_DENOISING = (
     *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
     *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
-    "revise",
+    *("revise", "top_log_probs"),
 )
 """The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
 
@@ -118,6 +118,8 @@ class SamplerConfig(Config):
     """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
     trace: bool = False
     """Whether to record the step at which each token was revealed."""
+    top_log_probs: int = Field(default=0, ge=0, le=20)
+    """Record this many of the most probable tokens at each position, when it was revealed and at temperature 1, in the trace."""
 
     def model_post_init(self, _: object) -> None:
         if self.self_speculative:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
+import httpx2 as httpx
 
 from tests.serving.in_process import StepService, make_app
 from unmask.serving.limits import Limits

@@ -16,11 +16,13 @@ CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 TEXT = {"prompt": "a", "max_tokens": 4}
 TOOL = {"type": "function", "function": {"name": "f"}}
 FORMAT = {"type": "json_object"}
+ENDLESS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null", "not": {}}}}
 CONSTRAINED = {"constraint": {"regex": "a"}}
 REFUSED = [
     ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
     ("chat/completions", CHAT | {"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported, except 0"),
-    ("chat/completions", CHAT | {"top_logprobs": 3, "logprobs": True}, "top_logprobs", "is not supported"),
+    ("chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs", "has no effect without logprobs"),
+    ("chat/completions", CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),
     ("chat/completions", CHAT | {"functions": []}, "functions", "is not supported"),
     ("chat/completions", CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
     ("chat/completions", {"max_tokens": 4}, "messages", "is required"),
@@ -68,6 +70,9 @@ REFUSED = [
         "diffusion.constraint",
         "already",
     ),
+    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 1}, "response_format", "the shortest has"),
+    ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
+    ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
     ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is not a known field"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
@@ -82,7 +87,7 @@ REFUSED = [
     ("completions", TEXT | {"prompt": []}, "prompt", "there is none"),
     ("completions", TEXT | {"prompt": [99999]}, "prompt", "outside the vocabulary"),
     ("completions", TEXT | {"prompt": {"a": 1}}, "prompt", "valid"),
-    ("completions", TEXT | {"logprobs": 2}, "logprobs", "less than or equal to 0"),
+    ("completions", TEXT | {"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ("completions", TEXT | {"best_of": 2}, "best_of", "is not supported, except 1"),
     ("completions", TEXT | {"suffix": "b", "echo": True}, "echo", "no meaning"),
     ("completions", TEXT | {"suffix": "b", "prompt": ["a", "b"]}, "prompt", "needs one prompt"),
@@ -93,6 +98,7 @@ REFUSED = [
     ("infill", {"text": "a<gap>b", "lengths": [3]}, "lengths", "are for segments"),
     ("infill", {"segments": ["a", "b"], "lengths": [3, 4]}, "lengths", "2 for 1 gaps"),
     ("infill", {"segments": ["a", "b"], "lengths": [9999]}, "lengths", "server's limit"),
+    ("infill", {"text": "a<gap>b<gap>c", "max_gap": 257}, "max_gap", "514 exceeds the server's limit of 512"),
     ("infill", {"text": "a<gap>b", "max_tokens": 3}, "max_tokens", "is not supported"),
     ("infill", {"text": "a<gap>"}, "text", "no text after it"),
 ]
@@ -107,7 +113,7 @@ def test_what_is_refused(path, body, param, message):
     assert message in error["message"] and error["param"] == param, error
 
 
-NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "top_logprobs": 0, "stop": None}
+NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "modalities": ["text"], "stop": None}
 
 
 def test_what_changes_nothing_is_accepted():

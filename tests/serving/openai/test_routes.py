@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
+import httpx2 as httpx
 import pytest
 
 import unmask
-from tests.serving.in_process import StepService, make_app, model
+from tests.serving.in_process import StepService, byte_model, make_app, model
 from tests.serving.openai.asking import answer, ask, chunks_of, post, stream
 from unmask.config.run import SamplerConfig
 from unmask.generation.gap_lengths import find_lengths
@@ -39,6 +39,25 @@ def test_a_stop_string_cuts_the_text_wherever_its_tokens_begin(pattern, start, l
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == cut
     assert all(stop[0] not in chunk["choices"][0]["text"] or stop[0] in cut for chunk in chunks)
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_streams_of_tokens_that_are_pieces_of_words_and_of_characters(seed):
+    lm = byte_model()
+    service = StepService(lm)
+    asked = {"prompt": "the", "max_tokens": 24, "temperature": 1.0, "seed": seed, "diffusion": {"stop_at_eos": False}}
+    [whole] = unmask.generate(lm, ["the"], SamplerConfig(max_new_tokens=24, temperature=1.0, seed=seed, stop_at_eos=False)).texts
+    assert "\ufffd" in whole  # random bytes
+    chunks = stream(service, "completions", **asked)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole
+    start = 3 + seed
+    stop = whole[start : start + 4]
+    cut = whole[: whole.find(stop)]
+    chunks = stream(service, "completions", **asked | {"stop": stop})
+    [choice] = answer(service, "completions", **asked | {"stop": stop}, logprobs=0)["choices"]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == choice["text"] == cut
+    tokens = choice["logprobs"]["tokens"]
+    assert len(tokens) <= 24 and choice["finish_reason"] == "stop"
 
 
 def test_a_stop_string_ends_the_sequence_early():
@@ -86,6 +105,27 @@ def test_a_trace_has_all_that_generate_returns():
         assert facts["trace"] == json.loads(json.dumps(vars(trace)))
     chunks = stream(service, "completions", **asked)
     assert [chunk["diffusion"]["trace"] for chunk in chunks if "diffusion" in chunk] != []
+
+
+@pytest.mark.parametrize("stop", [None, "found"])
+def test_the_most_probable_tokens_when_each_was_revealed(stop):
+    service = StepService(model(*BLOCKS))
+    lm = service.lm
+    config = SamplerConfig(max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False, top_log_probs=3, trace=True)
+    expected = unmask.generate(lm, ["ab"], config)
+    [trace] = expected.trace
+    more = {} if stop is None else {"stop": expected.texts[0][8:10]}
+    text = answer(service, "completions", **LONG | more, logprobs=3)["choices"][0]["logprobs"]
+    count = 40 if stop is None else expected.texts[0].find(more["stop"]) + 2
+    assert len(text["tokens"]) == len(text["top_logprobs"]) == count
+    for found, ids, log_probs in zip(text["top_logprobs"], trace.top_ids, trace.top_log_probs, strict=False):
+        assert found == {lm.tokenizer.decode([token]): value for token, value in zip(ids, log_probs, strict=True)}
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "seed": 1}
+    content = answer(service, "chat/completions", **asked)["choices"][0]["logprobs"]["content"]
+    for each in content:  # at temperature 0 the most probable token is taken
+        assert len(each["top_logprobs"]) == 2 and {name: each[name] for name in ("token", "logprob", "bytes")} == each["top_logprobs"][0]
+    last = stream(service, "chat/completions", **asked)[-1]["choices"][0]
+    assert last["finish_reason"] == "length" and last["logprobs"]["content"] == content
 
 
 def test_biases_forbid_and_allow_tokens():

@@ -8,8 +8,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 from unmask.errors import UnmaskError
@@ -44,32 +44,21 @@ EDIT = Kind("edit.completion", "edit.completion.chunk", "editcmpl")
 INFILL = Kind("infill", "infill.chunk", "infill")
 
 
-@dataclass
 class Reply:
     """The answer to one request.
 
     Args:
-        events: of the plan's sequences.
         make_writer: makes the writer of a choice.
     """
 
-    service: Service
-    body: SamplingRequest
-    plan: Plan
-    kind: Kind
-    make_writer: Callable[[Progress], TextWriter]
-    version: str | None = None
-    progresses: list[Progress] = field(init=False)
-    writers: list[TextWriter] = field(init=False)
-
-    def __post_init__(self) -> None:
-        pairs = zip(self.plan.work, self.plan.regions, strict=True)
-        self.progresses = [Progress(self.service.lm, work, region, self.plan.stops) for work, region in pairs]
-        self.writers = [self.make_writer(progress) for progress in self.progresses]
-        self.version = self.service.version
-        identifier, created = f"{self.kind.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._head: Fields = {"id": identifier, "created": created, "model": self.service.name, "system_fingerprint": self.version}
-        self._token_text = lru_cache(maxsize=1024)(lambda token: token_text(self.service.lm.tokenizer, token))
+    def __init__(self, service: Service, body: SamplingRequest, plan: Plan, kind: Kind, make_writer: Callable[[Progress], TextWriter]):
+        self.body, self.plan, self.kind = body, plan, kind
+        self.progresses = [Progress(service.lm, *one, plan.stops) for one in zip(plan.work, plan.regions, strict=True)]
+        self.writers = [make_writer(progress) for progress in self.progresses]
+        self.version = service.version
+        identifier, created = f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._head: Fields = {"id": identifier, "created": created, "model": service.name, "system_fingerprint": self.version}
+        self._token_text = lru_cache(maxsize=1024)(partial(token_text, service.lm.tokenizer))
 
     @property
     def done(self) -> bool:
@@ -157,7 +146,8 @@ class Reply:
         chunks += [self._chunk(index, piece) for piece in others]
         ended = event.trace is not None if frames else not known and self.progresses[index].outcome is not None
         if ended:
-            facts = choice_facts(self.progresses[index], writer.outcome) | {"text": writer.outcome.text}
+            own = {"text": writer.outcome.text, "seed": self.plan.config.seed, "key": self.plan.keys[index]}
+            facts = choice_facts(self.progresses[index], writer.outcome) | own
             chunks.append(self._chunk(index, writer.closing(), facts if frames or self.plan.config.trace else None))
         return chunks
 
@@ -176,12 +166,7 @@ class Reply:
         """A frame, whose positions count from the first one that is answered."""
         region = self.progresses[index].region
         revealed = [
-            {
-                "position": position - region.start,
-                "token": token,
-                "text": self._token_text(token),
-                "probability": math.exp(log_prob),
-            }
+            {"position": position - region.start, "token": token, "text": self._token_text(token), "probability": math.exp(log_prob)}
             for position, token, log_prob in frame.revealed
         ]
         committed = min(max(frame.num_final, region.start), region.stop) - region.start

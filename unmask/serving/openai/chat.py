@@ -44,11 +44,20 @@ async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tupl
     """
     if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
         raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
+    if body.top_logprobs and not body.logprobs:
+        raise GenerationError("has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true")
     prompt = await asyncio.to_thread(_prompt, service.lm, body, limits)
-    config = sampler_config(
-        service.lm, body, limits, max_tokens=body.max_completion_tokens or body.max_tokens, constraint=prompt.constraint
-    )
-    return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    top = body.top_logprobs
+    config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
+    try:
+        return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
+    except GenerationError as error:
+        where = error.where or ""
+        if prompt.constraint is None or not where.startswith("constraint"):
+            raise
+        cause = "response_format" if body.response_format is not None else "tool_choice"
+        raise error.moved(cause + where.removeprefix("constraint")) from None
 
 
 async def plan_edit(service: Service, body: EditRequest, limits: Limits) -> Plan:

@@ -80,13 +80,18 @@ class AnswerMessage(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
 
 
-class TokenLogprob(TypedDict):
-    """A token, and its log-probability when it was revealed."""
+class Logprob(TypedDict):
+    """A token, and its log-probability."""
 
     token: str
     logprob: float
     bytes: list[int] | None
-    top_logprobs: list[Any]
+
+
+class TokenLogprob(Logprob):
+    """A token when it was revealed, and the most probable ones at its position."""
+
+    top_logprobs: list[Logprob]
 
 
 class ChatLogprobs(TypedDict):
@@ -101,7 +106,7 @@ class TextLogprobs(TypedDict):
 
     tokens: list[str]
     token_logprobs: list[float]
-    top_logprobs: None
+    top_logprobs: list[dict[str, float]] | None
     text_offset: list[int]
 
 

@@ -21,6 +21,9 @@ from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditR
 from unmask.serving.openai.settings import check_limit, sampler_config
 from unmask.serving.service import Service, Work
 
+MOST_SEARCHED = 512
+"""Tokens of all gaps of a request whose lengths are searched: others wait meanwhile."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -50,10 +53,10 @@ class Plan:
 
 async def plan_completion(service: Service, body: CompletionRequest | FimRequest, limits: Limits) -> Plan:
     """A completion, or with a suffix what stands before it."""
-    prompts = [list(ids) if isinstance(ids, (list, tuple)) else ids for ids in _prompts(body.prompt)]
+    prompts = _prompts(body.prompt)
     if body.suffix:
         return await _plan_middle(service, body, prompts, limits)
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
     encoded = await asyncio.to_thread(lambda: [encode_prompt(service.lm.tokenizer, prompt) for prompt in prompts])
     return await plan_prompts(service, body, encoded, config, limits)
 
@@ -80,21 +83,21 @@ async def plan_prompts(
 async def plan_infill(service: Service, body: InfillRequest, limits: Limits) -> Plan:
     """A text with its gaps filled."""
     config = without_ends(service.lm, sampler_config(service.lm, body, limits))
-    check_limit(body.max_gap, limits.max_tokens, "max_gap")
     parts = await asyncio.to_thread(_parts, service.lm, body, limits)
+    check_limit((len(parts) - 1) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap")
     ids = await _with_lengths(service, parts, config, body.max_gap, body.gap_mark)
     requests = await _infill_requests(service, ids, config, body, limits)
     return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests])
 
 
-async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, prompts: list[str | list[int]], limits: Limits) -> Plan:
+async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]], limits: Limits) -> Plan:
     """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion of a prompt that has both."""
     if len(prompts) != 1 or not isinstance(prompts[0], str):
         raise GenerationError("a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each")
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
     lm, prompt, suffix = service.lm, prompts[0], body.suffix or ""
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens)
+    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
         return await plan_prompts(service, body, [encoded], config, limits)
@@ -105,7 +108,7 @@ async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, p
     before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
     exact = body.diffusion.length == "exact"
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
-    ids = await _with_lengths(service, parts, config, size, "<gap>")
+    ids = await _with_lengths(service, parts, config, min(size, MOST_SEARCHED), "<gap>")
     requests = await _infill_requests(service, ids, config, body, limits)
     regions = [Region(len(before), request.length - len(after), fills=not exact) for request in requests]
     return _plan(body, requests, config, regions)
@@ -165,6 +168,10 @@ def gaps(request: Request) -> list[tuple[int, int]]:
         found += [(start, stop)] if hidden else []
         start = stop
     return found
+
+
+def _top_log_probs(body: CompletionRequest | FimRequest) -> int | None:
+    return body.logprobs if isinstance(body, CompletionRequest) else None
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:

@@ -39,6 +39,7 @@ class Outcome:
         finish: "stop" or "length".
         forward_passes: None: a stop string ended the sequence before its end, and they are not known.
         trace: None: likewise.
+        top: of each token the most probable ones at its position, and their log-probabilities; empty unless they are wanted.
     """
 
     text: str
@@ -48,9 +49,11 @@ class Outcome:
     denoising_steps: int
     forward_passes: int | None
     trace: Trace | None
+    top: list[list[tuple[int, float]]]
 
     @property
     def tokens_per_pass(self) -> float | None:
+        """None: the passes are not known."""
         return len(self.tokens) / self.forward_passes if self.forward_passes else None
 
 
@@ -72,6 +75,11 @@ class Progress:
         self._log_probs = [0.0] * len(self.ids)
         self._read = -1  # committed tokens when the text was last read
 
+    @property
+    def _needs_end(self) -> bool:
+        """Whether more is answered than is known where a stop string ends the text."""
+        return self.work.config.trace or self.work.config.top_log_probs > 0
+
     def see(self, event: Event) -> str:
         """The text that an event commits."""
         if self.outcome is not None:
@@ -91,7 +99,7 @@ class Progress:
         self._read = len(committed)
         tokens = committed[: end_of(committed, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else committed
         released = self._text.grow(self._decode(tokens), done=False)
-        if self._text.stop is not None:
+        if self._text.stop is not None and not self._needs_end:
             log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
             self.outcome = self._cut(tokens, log_probs, "stop", frame.step, None, None)
         return released
@@ -115,7 +123,13 @@ class Progress:
         if self._text.stop is not None:
             count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
             tokens, log_probs = tokens[:count], log_probs[:count]
-        return Outcome(self._text.text, tokens, log_probs, finish, steps, forward_passes, trace)
+        top = [] if trace is None else self._top(trace)[: len(tokens)]
+        return Outcome(self._text.text, tokens, log_probs, finish, steps, forward_passes, trace, top)
+
+    def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
+        first = self.region.start - self.work.request.start
+        pairs = zip(trace.top_ids[first:], trace.top_log_probs[first:], strict=True)
+        return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in pairs]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return text_of(self.lm.tokenizer, tokens, self.lm.eos_token_ids)

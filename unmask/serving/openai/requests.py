@@ -49,7 +49,7 @@ class DiffusionSettings(_SamplerSettings):
     timeout: float | None = Field(default=None, gt=0, le=86400)
     """Seconds after which the request is given up, waiting included."""
     length: Literal["search", "exact"] = "search"
-    """With a `suffix`: the length of the gap is searched, up to `max_tokens`, or it is exactly `max_tokens`."""
+    """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly `max_tokens`."""
 
     @property
     def sampler(self) -> dict[str, Any]:
@@ -226,7 +226,6 @@ class ChatRequest(SamplingRequest):
         "modalities": (["text"],),
         "store": (False,),
         "service_tier": ("auto", "default"),
-        "top_logprobs": (0,),
         **dict.fromkeys(("audio", "function_call", "functions", "metadata", "moderation", "prediction", "prompt_cache_key"), NOTHING),
         **dict.fromkeys(("prompt_cache_options", "prompt_cache_retention", "reasoning_effort", "safety_identifier"), NOTHING),
         **dict.fromkeys(("verbosity", "web_search_options"), NOTHING),
@@ -238,6 +237,8 @@ class ChatRequest(SamplingRequest):
     """The newer name of `max_tokens`."""
     logprobs: bool = False
     """Whether the answer has the log-probability of each token when it was revealed, at temperature 1."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """With `logprobs`: also those of this many most probable tokens at its position."""
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     """What the text has to be; it always is."""
     tools: list[Tool] | None = Field(default=None, max_length=128)
@@ -263,8 +264,8 @@ class CompletionRequest(SamplingRequest):
     """The text after what is written: a gap is filled, by a bidirectional model or one that knows fill-in-the-middle prompts."""
     echo: bool = False
     """Whether the text begins with the prompt."""
-    logprobs: int | None = Field(default=None, ge=0, le=0)
-    """0: the answer has the log-probability of each token when it was revealed, at temperature 1. Those of other tokens are not known."""
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many most probable tokens."""
 
 
 class FimRequest(SamplingRequest):
@@ -312,4 +313,4 @@ class InfillRequest(SamplingRequest):
     gap_mark: str = Field(default="<gap>", min_length=1, max_length=64)
     """What stands for a gap in `text`."""
     max_gap: Count = 64
-    """The longest gap that is searched for, in tokens."""
+    """The longest gap that is searched for, in tokens; times the gaps that are searched at most 512."""

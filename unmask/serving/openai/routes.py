@@ -135,12 +135,7 @@ async def _answer(service: Service, body: SamplingRequest, limits: Limits, reque
     async def stream() -> EventStream:
         reply = await begin()
         events = _submit(service, body, limits, reply.plan, owner)
-        try:
-            first = await anext(events)
-        except BaseException:
-            await events.aclose()
-            raise
-        return EventStream(reply.chunks(_from(first, events)))
+        return EventStream(reply.chunks(_from(await anext(events), events)))
 
     try:
         if body.stream:

@@ -21,7 +21,13 @@ SEEDS = 2**53
 
 
 def sampler_config(
-    lm: DiffusionLM, request: SamplingRequest, limits: Limits, *, max_tokens: int | None = None, constraint: ConstraintConfig | None = None
+    lm: DiffusionLM,
+    request: SamplingRequest,
+    limits: Limits,
+    *,
+    max_tokens: int | None = None,
+    constraint: ConstraintConfig | None = None,
+    top_log_probs: int | None = None,
 ) -> SamplerConfig:
     """The settings of a request. With neither seed nor keys the seed is drawn.
 
@@ -30,7 +36,7 @@ def sampler_config(
         GenerationError: a limit is exceeded, or a constraint is given twice.
     """
     given = request.diffusion.sampler
-    openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p}
+    openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_log_probs": top_log_probs}
     given |= {name: value for name, value in openai.items() if value is not None}
     if request.seed is None:
         given["seed"] = 0 if request.diffusion.keys is not None else secrets.randbelow(SEEDS)

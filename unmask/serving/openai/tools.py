@@ -184,6 +184,6 @@ def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["op
     except json.JSONDecodeError as error:
         unfinished = error.msg.startswith("Unterminated") or error.pos + LONGEST_WORD > len(text.rstrip())
         return "open" if unfinished else "none"
-    except RecursionError:
+    except (ValueError, RecursionError):  # a number of too many digits
         return "none"
     return (value, stop) if isinstance(value, dict) else "none"

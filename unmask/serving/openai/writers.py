@@ -41,6 +41,10 @@ class TextWriter:
         assert self.progress.outcome is not None
         return self.progress.outcome
 
+    def text_of(self, token: int) -> str:
+        """The text of one token."""
+        return token_text(self.tokenizer, token)
+
     def opening(self) -> list[Fields]:
         """What chunks begin with."""
         return [self.delta(self.progress.region.before)] if self.progress.region.before else []
@@ -65,12 +69,14 @@ class TextWriter:
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
-        texts = [token_text(self.tokenizer, token) for token in self.outcome.tokens]
+        texts = [self.text_of(token) for token in self.outcome.tokens]
         offset, offsets = len(self.progress.region.before), []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
-        return {"tokens": texts, "token_logprobs": _finite(self.outcome.log_probs), "top_logprobs": None, "text_offset": offsets}
+        top = [{self.text_of(token): _finite(value) for token, value in reversed(each)} for each in self.outcome.top] or None
+        values = [_finite(value) for value in self.outcome.log_probs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
 class InfillWriter(TextWriter):
@@ -136,15 +142,14 @@ class ChatWriter(TextWriter):
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
-        pairs = zip(self.outcome.tokens, _finite(self.outcome.log_probs), strict=True)
-        texts = [(token_text(self.tokenizer, token), log_prob) for token, log_prob in pairs]
-        return {
-            "content": [
-                {"token": text, "logprob": log_prob, "bytes": None if UNFINISHED in text else [*text.encode()], "top_logprobs": []}
-                for text, log_prob in texts
-            ],
-            "refusal": None,
-        }
+        outcome = self.outcome
+        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), strict=True)
+        content = [self._token(token, value) | {"top_logprobs": [self._token(*each) for each in top]} for token, value, top in tokens]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, log_prob: float) -> Fields:
+        text = self.text_of(token)
+        return {"token": text, "logprob": _finite(log_prob), "bytes": None if UNFINISHED in text else [*text.encode()]}
 
 
 class EditWriter(ChatWriter):
@@ -165,7 +170,7 @@ def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
         "tokens_per_pass": outcome.tokens_per_pass,
     }
     if work.config.trace:
-        facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": _finite(outcome.log_probs)}
+        facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": [*map(_finite, outcome.log_probs)]}
         facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
     return facts
 
@@ -174,5 +179,5 @@ def _chat_delta(delta: Fields) -> Fields:
     return {"delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _finite(log_probs: Sequence[float]) -> list[float]:
-    return [max(value, LEAST_LOG_PROB) for value in log_probs]
+def _finite(log_prob: float) -> float:
+    return max(log_prob, LEAST_LOG_PROB)
