@@ -14,6 +14,7 @@ from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt
+from unmask.serving.openai.errors import check_depth
 from unmask.serving.openai.plans import Plan, plan_prompts
 from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
 from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
@@ -114,4 +115,5 @@ def _arguments(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    check_depth(value, "messages.tool_calls.function.arguments")
     return value if isinstance(value, dict) else text
