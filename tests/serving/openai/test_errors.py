@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
 import pydantic
 import pytest
 
 from tests.serving.in_process import StepService, make_app, model
-from tests.serving.openai.asking import answer, ask, post
+from tests.serving.openai.asking import answer, ask, chunks_of, post
 from unmask.serving.limits import Limits
 from unmask.serving.openai import plans
+from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
 from unmask.serving.service import OverloadedError
 
@@ -48,6 +50,8 @@ REFUSED = [
     ("chat/completions", CHAT | {"max_tokens": 3000}, "prompt", "exceed the context"),
     ("chat/completions", CHAT | {"stop": [""]}, "stop.0", "at least 1"),
     ("chat/completions", CHAT | {"stop": ""}, "stop", "at least 1"),
+    ("chat/completions", CHAT | {"stop": ["b" * 257]}, "stop.0", "at most 256"),
+    ("chat/completions", CHAT | {"stop": "a\ufffd"}, "stop", "pattern"),
     ("chat/completions", CHAT | {"logit_bias": {"5": 3}}, "logit_bias", "only -100"),
     ("chat/completions", CHAT | {"logit_bias": {"a": 100}}, "logit_bias", "'a' is not a token id"),
     ("chat/completions", CHAT | {"logit_bias": {"99999": -100}}, "logit_bias", "outside the vocabulary"),
@@ -291,6 +295,34 @@ def test_other_weights():
     assert answer(service, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
     response = ask(service, "completions", **TEXT, diffusion={"version": "step-4"})
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
+    service = StepService(model(), version="old")
+    submit = service.submit
+
+    async def replaced(*given, **more):
+        service.version = "new"
+        async for event in submit(*given, **more):
+            yield event._replace(version=service.version)
+
+    monkeypatch.setattr(service, "submit", replaced)
+    response = ask(service, "completions", **TEXT, stream=stream)
+    for each in chunks_of(response) if stream else [response.json()]:
+        assert each["system_fingerprint"] == "new", each
+
+
+@pytest.mark.parametrize(
+    "more, param", [({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"response_format": FORMAT}, "response_format")]
+)
+def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param):
+    response = ask(StepService(model()), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+def test_what_is_not_finite_is_null():
+    assert to_json({"a": [math.nan, (-math.inf, 1.5)]}) == '{"a": [null, [null, 1.5]]}'
 
 
 def test_an_error_after_the_first_chunk_is_the_last_event(monkeypatch):

@@ -18,6 +18,8 @@ from unmask.serving.openai.errors import OPENAI_NAMES
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^\ufffd]*$")]
+"""U+FFFD is what half a character decodes to, which the next token completes."""
 Item = TypeVar("Item")
 Many = Annotated[list[Item], Field(fail_fast=True)]
 """A list of which the first wrong item is told: a body may have as many wrong ones as it has bytes, and telling all takes seconds."""
@@ -121,7 +123,7 @@ class SamplingRequest(Body):
     """Of the random numbers. Default: drawn at random; the answer's `diffusion.seed` says which."""
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
     """Of token ids: -100 forbids a token, and 100 allows only such tokens."""
-    stop: Text | Annotated[Many[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     """Strings before which the text is cut, wherever their tokens begin."""
     n: Count = 1
     """Answers for each prompt."""
