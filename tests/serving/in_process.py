@@ -134,10 +134,10 @@ class StepService:
                 raise
             for ticket, trace in finished:
                 arrived, index, watched = self._open.pop(ticket)
-                arrived.put_nowait(Event(index, watched and watched.last(trace), trace))
+                arrived.put_nowait(Event(index, watched and watched.last(trace), trace, self.version))
             for ticket, (arrived, index, watched) in self._open.items():
                 if watched is not None and (frame := watched.look(self.engine, ticket)):
-                    arrived.put_nowait(Event(index, frame, None))
+                    arrived.put_nowait(Event(index, frame, None, self.version))
             await asyncio.sleep(0)
 
 

@@ -52,7 +52,7 @@ def serve(
     from unmask.serving.server import is_loopback, make_server, open_port
 
     settings = AppSettings(
-        limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, timeout=timeout),
+        limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
         loopback=is_loopback(host),
         admin_key=os.environ.get(ADMIN_KEY) or None,

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
         on_resume = OnResume.ACTS
 
-        choice: list[str] | None = Field(default=None, min_length=1)
+        choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
         """One of these texts."""
         regex: str | None = None
         """A regular expression, which the whole text matches. The syntax is Rust's: like Python's, without look-around,
@@ -66,5 +66,5 @@ with warnings.catch_warnings():
                 return self.json_schema
             try:
                 return json_text.loads(self.json_schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"is not JSON: {error}", where="json_schema", remedy="Give a JSON object") from None

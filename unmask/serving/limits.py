@@ -38,6 +38,8 @@ class Limits:
     Attributes:
         max_tokens: new tokens of a sequence.
         n: answers to one prompt.
+        sequences: answers to all prompts.
+        length: tokens of a prompt and its answer, where the model has no longest context.
         steps: denoising steps of a sequence.
         schema_bytes: of a JSON schema, a grammar or a regex, as text.
         body_bytes: of the body of a request.
@@ -47,6 +49,8 @@ class Limits:
 
     max_tokens: int = 4096
     n: int = 16
+    sequences: int = 256
+    length: int = 32_768
     steps: int = 4096
     schema_bytes: int = 64 * 1024
     body_bytes: int = 1024 * 1024

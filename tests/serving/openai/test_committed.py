@@ -47,6 +47,18 @@ def test_what_a_tokenizer_cleans_up_is_held_back():
     assert "".join(released) == "don't know"
 
 
+def test_text_that_a_decoder_changes_later_is_not_lost():
+    text = CommittedText([])
+    assert [text.grow("ab ", done=False), text.grow("aB cd", done=False), text.grow("aB cdef", done=True)] == ["ab ", "cd", "ef"]
+
+
+def test_a_stop_string_is_searched_in_what_does_not_change_any_more():
+    text = CommittedText([" ."], cleans_up=True)
+    assert text.grow("ab .cdef", done=False) == "ab" and text.stop == (2, 4)
+    text = CommittedText([" ."], cleans_up=True)
+    assert text.grow("ab .", done=False) + text.grow("ab.cd", done=True) == "ab.cd" and text.stop is None
+
+
 def test_the_token_that_completes_a_stop_string():
     tokens = ["ab", "c", "d<", "e", ">f", "g"]
     assert tokens_until(lambda number: "".join(tokens[:number]), len(tokens), ["<e>"]) == 5

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 
+import pydantic
 import pytest
 
 from tests.serving.in_process import StepService, make_app, model
-from tests.serving.openai.asking import answer, ask, post
+from tests.serving.openai.asking import answer, ask, chunks_of, post
 from unmask.serving.limits import Limits
+from unmask.serving.openai import plans
+from unmask.serving.openai.json_text import to_json
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
 from unmask.serving.service import OverloadedError
 
 CHAT = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
@@ -45,6 +50,8 @@ REFUSED = [
     ("chat/completions", CHAT | {"max_tokens": 3000}, "prompt", "exceed the context"),
     ("chat/completions", CHAT | {"stop": [""]}, "stop.0", "at least 1"),
     ("chat/completions", CHAT | {"stop": ""}, "stop", "at least 1"),
+    ("chat/completions", CHAT | {"stop": ["b" * 257]}, "stop.0", "at most 256"),
+    ("chat/completions", CHAT | {"stop": "a\ufffd"}, "stop", "pattern"),
     ("chat/completions", CHAT | {"logit_bias": {"5": 3}}, "logit_bias", "only -100"),
     ("chat/completions", CHAT | {"logit_bias": {"a": 100}}, "logit_bias", "'a' is not a token id"),
     ("chat/completions", CHAT | {"logit_bias": {"99999": -100}}, "logit_bias", "outside the vocabulary"),
@@ -150,6 +157,109 @@ def test_half_a_character_is_refused(path, body, text):
     assert ask(StepService(model()), path, **body(text)).status_code in (400, 404)
 
 
+def nested(depth: int) -> list:
+    """Arrays in one another."""
+    value: list = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
+DEEP = [
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": nested(300)}}}]}, "tools"),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": f'{{"a": {nested(300)}}}'}}]}
+            ]
+        },
+        "messages.tool_calls.function.arguments",
+    ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"a": nested(300)}}}}, "response_format"),
+    ({"diffusion": {"constraint": {"json_schema": {"a": nested(300)}}}}, "diffusion"),
+    ({"diffusion": {"constraint": {"json_schema": f'{{"a": {nested(300)}}}'}}}, "diffusion.constraint.json_schema"),
+    ({"diffusion": {"constraint": {"json_schema": "[" * 50_000}}}, "diffusion.constraint.json_schema"),
+    ({"user": nested(300)}, "user"),
+]
+
+
+@pytest.mark.parametrize("more, param", DEEP, ids=range(len(DEEP)))
+def test_what_is_nested_too_deep(more, param):
+    response = ask(StepService(model()), "chat/completions", **CHAT | more)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        ("completions", {"prompt": ["a"] * 9}, "prompt"),
+        ("completions", {"prompt": ["a"] * 5, "n": 2}, "prompt"),
+        ("completions", {"prompt": "a", "n": 3}, "n"),
+        ("infill", {"text": "a<gap>" * 600 + "a"}, "max_gap"),
+        ("infill", {"text": "a<gap>b", "n": 3}, "n"),
+    ],
+)
+def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, monkeypatch):
+    lm = model()
+    for name in ("encode_prompt", "encode_completion"):
+        monkeypatch.setattr(plans, name, lambda *_: pytest.fail("was encoded"))
+    response = ask(StepService(lm), path, Limits(sequences=8, n=2), **body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+@pytest.mark.parametrize("path, body", [("completions", {"prompt": "a" * 60, "max_tokens": 5}), ("infill", {"text": "a" * 65 + "<gap>b"})])
+def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(path, body, monkeypatch):
+    service = StepService(model())
+    assert ask(service, path, Limits(length=64), **body).status_code == 200
+    monkeypatch.setattr(type(service.lm), "context_length", None)
+    response = ask(service, path, Limits(length=64), **body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt", response.text
+
+
+FLOODS = [
+    (ChatRequest, CHAT | {"messages": [1] * 60_000}),
+    (ChatRequest, CHAT | {"messages": [CHAT["messages"][0]] * 60_000}),
+    (ChatRequest, CHAT | {"messages": [{"role": "user", "content": [1] * 60_000}]}),
+    (ChatRequest, CHAT | {"tools": [1] * 60_000}),
+    (ChatRequest, CHAT | {"stop": [1] * 60_000}),
+    (ChatRequest, CHAT | {"logit_bias": dict.fromkeys(map(str, range(60_000)), "a")}),
+    (ChatRequest, CHAT | dict.fromkeys(map(str, range(60_000)), 1)),
+    (ChatRequest, CHAT | {"messages": [dict.fromkeys(map(str, range(60_000)), 1)]}),
+    (ChatRequest, CHAT | {"diffusion": dict.fromkeys(map(str, range(60_000)), 1)}),
+    (ChatRequest, CHAT | {"diffusion": {"constraint": dict.fromkeys(map(str, range(60_000)), 1)}}),
+    (ChatRequest, CHAT | {"diffusion": {"constraint": {"choice": [1] * 60_000}}}),
+    (ChatRequest, CHAT | {"diffusion": {"revise": dict.fromkeys(map(str, range(60_000)), 1)}}),
+    (ChatRequest, CHAT | {"diffusion": {"keys": [0.5] * 60_000}}),
+    (ChatRequest, CHAT | {"diffusion": {"forbidden_tokens": [0.5] * 60_000}}),
+    *((CompletionRequest, TEXT | {"prompt": [item] * 60_000}) for item in (0.5, None, {}, [0.5], [[]], True)),
+    *((CompletionRequest, TEXT | {"prompt": [first, *[0.5] * 60_000]}) for first in ("a", 1, [1])),
+    (InfillRequest, {"segments": [1] * 60_000, "lengths": [0.5] * 60_000}),
+]
+
+
+@pytest.mark.parametrize("request_type, body", FLOODS, ids=range(len(FLOODS)))
+def test_of_many_errors_in_a_body_few_are_told(request_type, body):
+    """Each takes time in the event loop."""
+    with pytest.raises(pydantic.ValidationError) as caught:
+        request_type.model_validate({"model": "tiny", **body})
+    assert caught.value.error_count() < 5
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"diffusion": {"stream": None, "policy": None, "trace": None, "constraint": None, "timeout": None}},
+        {"diffusion": {"constraint": {"regex": "a{4}", "json": None, "depth": None}}},
+        {"diffusion": {"revise": {"by": None}}},
+        {"stream_options": {"include_usage": None}, "diffusion": None},
+        {"messages": [{"role": "user", "content": "a", "tool_calls": None, "annotations": None, "name": None}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": None, "strict": None, "parameters": None}}]},
+    ],
+)
+def test_null_is_the_same_as_leaving_a_field_out(more):
+    answer(StepService(model()), "chat/completions", **CHAT | more)
+
+
 def test_routes_and_methods_that_are_not_there():
     app = make_app(StepService(model()))
     for path in ("embeddings", "images/generations", "audio/speech", "nothing"):
@@ -185,6 +295,34 @@ def test_other_weights():
     assert answer(service, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
     response = ask(service, "completions", **TEXT, diffusion={"version": "step-4"})
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
+    service = StepService(model(), version="old")
+    submit = service.submit
+
+    async def replaced(*given, **more):
+        service.version = "new"
+        async for event in submit(*given, **more):
+            yield event._replace(version=service.version)
+
+    monkeypatch.setattr(service, "submit", replaced)
+    response = ask(service, "completions", **TEXT, stream=stream)
+    for each in chunks_of(response) if stream else [response.json()]:
+        assert each["system_fingerprint"] == "new", each
+
+
+@pytest.mark.parametrize(
+    "more, param", [({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"response_format": FORMAT}, "response_format")]
+)
+def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param):
+    response = ask(StepService(model()), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
+    assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
+
+
+def test_what_is_not_finite_is_null():
+    assert to_json({"a": [math.nan, (-math.inf, 1.5)]}) == '{"a": [null, [null, 1.5]]}'
 
 
 def test_an_error_after_the_first_chunk_is_the_last_event(monkeypatch):

@@ -225,13 +225,21 @@ class ServerBackend(RemoteBackend):
                 raise
             self._send_again()
             answer = self.http.call("POST", "/v1/completions", json=body)
-        return self.http.read(answer, lambda answer: [Trace(**choice["diffusion"]["trace"]) for choice in answer["choices"]])
+        return self.http.read(answer, lambda answer: [read_trace(choice["diffusion"]["trace"]) for choice in answer["choices"]])
 
     def _send_again(self) -> None:
         """Send the weights to a server that was restarted; once, though many requests find out."""
         with self._sending:
             if self._served()[1] != self.version:
                 self.send()
+
+
+def read_trace(fields: dict[str, Any]) -> Trace:
+    """A trace from JSON, where null stands for a log-probability of minus infinity."""
+    for name in ("log_probs", "sampled_log_probs"):
+        if fields.get(name) is not None:
+            fields = {**fields, name: [-math.inf if value is None else value for value in fields[name]]}
+    return Trace(**fields)
 
 
 def in_chunks(requests: Sequence[Request], size: int) -> list[list[Request]]:

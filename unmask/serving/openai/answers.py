@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import uuid
@@ -10,11 +9,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any
 
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
 from unmask.serving.openai.errors import error_of
+from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import SamplingRequest
@@ -55,10 +56,14 @@ class Reply:
         self.body, self.plan, self.kind = body, plan, kind
         self.progresses = [Progress(service.lm, *one, plan.stops) for one in zip(plan.work, plan.regions, strict=True)]
         self.writers = [make_writer(progress) for progress in self.progresses]
-        self.version = service.version
-        identifier, created = f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._head: Fields = {"id": identifier, "created": created, "model": service.name, "system_fingerprint": self.version}
+        self.version: str | None = None  # of the weights, which the first event tells
+        self._name, self._id, self._created = service.name, f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._token_text = lru_cache(maxsize=1024)(partial(token_text, service.lm.tokenizer))
+
+    @property
+    def _head(self) -> Fields:
+        """What every object begins with."""
+        return {"id": self._id, "created": self._created, "model": self._name, "system_fingerprint": self.version}
 
     @property
     def done(self) -> bool:
@@ -68,11 +73,13 @@ class Reply:
     async def whole(self, events: AsyncIterator[Event]) -> Fields:
         """The answer as one object."""
         async for event in events:
-            self._write(event)
+            self.version = event.version
+            self.progresses[event.index].see(event)
             if self.done:
                 break
         choices = []
         for index, (writer, progress) in enumerate(zip(self.writers, self.progresses, strict=True)):
+            writer.write(writer.outcome.text, done=True)
             choices.append({"index": index, **writer.choice(), "diffusion": choice_facts(progress, writer.outcome)})
         return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
 
@@ -80,13 +87,14 @@ class Reply:
         """The answer as server-sent events. An error on the way is the last event."""
         options = self.body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
+        opened = False
         async with aclosing(events):
-            for index in range(len(self.writers)):
-                for chunk in self._opening(index):
-                    yield _event({**chunk, **usage})
             try:
                 async for event in events:
-                    for chunk in self._step(event):
+                    self.version = event.version
+                    openings = [] if opened else list(chain.from_iterable(map(self._opening, range(len(self.writers)))))
+                    opened = True
+                    for chunk in [*openings, *self._step(event)]:
                         yield _event({**chunk, **usage})
                     if self.done and not self.body.frames:
                         break
@@ -175,4 +183,4 @@ class Reply:
 
 
 def _event(content: Any) -> str:
-    return f"data: {json.dumps(content)}\n\n"
+    return f"data: {to_json(content)}\n\n"

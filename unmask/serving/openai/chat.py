@@ -14,6 +14,7 @@ from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt
+from unmask.serving.openai.errors import check_depth
 from unmask.serving.openai.plans import Plan, plan_prompts
 from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
 from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
@@ -49,12 +50,12 @@ async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tupl
     prompt = await asyncio.to_thread(_prompt, service.lm, body, limits)
     max_tokens = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs
-    config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
     try:
+        config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
         return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
     except GenerationError as error:
         where = error.where or ""
-        if prompt.constraint is None or not where.startswith("constraint"):
+        if prompt.constraint is None or body.diffusion.constraint is not None or not where.startswith("constraint"):
             raise
         cause = "response_format" if body.response_format is not None else "tool_choice"
         raise error.moved(cause + where.removeprefix("constraint")) from None
@@ -114,4 +115,5 @@ def _arguments(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return text
+    check_depth(value, "messages.tool_calls.function.arguments")
     return value if isinstance(value, dict) else text

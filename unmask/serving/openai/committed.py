@@ -11,17 +11,22 @@ CLEANED = 4
 """Characters at the end of a text that the next token may change, where a tokenizer removes spaces before punctuation."""
 
 
-def find_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
-    """Where the stop string begins and ends that is complete first (of several, the longest); None: the text has none. It is the same
-    however the text arrives."""
-    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
+def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int] | None:
+    """Where, from `since` on, the stop string begins and ends that is complete first (of several, the longest); None: the text has none.
+    It is the same however the text arrives."""
+    found = [(start + len(stop), start) for stop in stops if (start := text.find(stop, since)) >= 0]
     return min(found)[::-1] if found else None
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
     """The characters at the end of a text that may be the beginning of a mark."""
-    longest = max(map(len, marks), default=0) - 1
-    return next((size for size in range(min(longest, len(text)), 0, -1) if any(mark.startswith(text[-size:]) for mark in marks)), 0)
+    return max((_overlap(text, mark) for mark in marks), default=0)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The characters at the end of a text with which a mark begins, but for the whole mark."""
+    tail = text[len(text) - min(len(text), len(mark) - 1) :]
+    return next((len(tail) - at for at in range(len(tail)) if tail[at] == mark[0] and mark.startswith(tail[at:])), 0)
 
 
 class CommittedText:
@@ -40,21 +45,25 @@ class CommittedText:
         self.stops, self.cleans_up = stops, cleans_up
         self.text = ""
         self.stop: tuple[int, int] | None = None
+        self._searched = 0  # characters in which no stop string is
+
+    def _settled(self, whole: str) -> str:
+        """What the next token does not change."""
+        settled = whole.rstrip(UNFINISHED)
+        return settled[: max(0, len(settled) - CLEANED)] if self.cleans_up else settled
 
     def grow(self, whole: str, *, done: bool) -> str:
         """What is released of the text, of which `whole` is there now; `done`: nothing follows."""
         if self.stop is not None:
             return ""
-        self.stop = find_stop(whole, self.stops)
+        sure = whole if done else self._settled(whole)
+        self.stop = find_stop(sure, self.stops, max(0, self._searched - max(map(len, self.stops), default=0)))
+        self._searched = len(sure)
         if self.stop is not None:
-            sure = whole[: self.stop[0]]
-        elif done:
-            sure = whole
-        else:
-            sure = whole.rstrip(UNFINISHED)
-            sure = sure[: max(0, len(sure) - CLEANED)] if self.cleans_up else sure
+            sure = sure[: self.stop[0]]
+        elif not done:
             sure = sure[: len(sure) - held_back(sure, self.stops)]
-        released = sure[len(self.text) :] if sure.startswith(self.text) else ""
+        released = sure[len(self.text) :]  # what was sent stays, also where a decoder has changed its mind about it
         self.text += released
         return released
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -14,7 +15,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from typing_extensions import TypedDict
 
 from unmask.config.sampler import SamplerConfig
-from unmask.errors import DataError, UnmaskError
+from unmask.errors import DataError, GenerationError, UnmaskError
 from unmask.serving.service import OverloadedError, ServiceError
 
 OPENAI_NAMES = {name: name for name in ("temperature", "top_p", "seed")}
@@ -24,6 +25,8 @@ OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 UNREADABLE = "The request is not valid"
+DEEPEST = 64
+"""Levels of arrays and objects in one field of a body."""
 
 
 class ErrorDetail(TypedDict):
@@ -86,7 +89,7 @@ def _param_of(error: UnmaskError) -> str | None:
 def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
     """The answer to a body that the model of a request does not accept. Unknown fields are named first, since a misspelt one also leaves
     another one missing; then the most deeply nested error, since the alternatives of a field include single values."""
-    first = min(errors, key=lambda one: (one["type"] not in ("extra_forbidden", "unsupported"), -len(_path(one, body))))
+    first = min(errors, key=lambda one: (one["type"] not in ("unknown", "unsupported"), -len(_path(one, body))))
     path, context = _path(first, body), first.get("ctx", {})
     cause = context.get("error")
     if first["type"] == "json_invalid":
@@ -94,7 +97,8 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
     if isinstance(cause, UnmaskError):  # raised by a config
         path += [cause.where] if cause.where else []
         message = f"{cause.what}. {cause.remedy or ''}".strip()
-    elif first["type"] == "extra_forbidden":
+    elif first["type"] in ("unknown", "extra_forbidden"):  # the latter of a nested config
+        path += [context["param"]] if context else []
         return error_response(f"{'.'.join(path)} is not a known field", 400, ".".join(path), "unknown_parameter")
     elif first["type"] == "unsupported":
         return error_response(f"{context['param']} is not supported{context['why']}", 400, context["param"], "unsupported_parameter")
@@ -127,10 +131,34 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 class OpenAIRoute(APIRoute):
-    """A route whose errors have OpenAI's shape."""
+    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         return answering_errors(super().get_route_handler())
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Raise GenerationError for arrays and objects nested deeper than `DEEPEST`: what reads them calls itself for each."""
+    level, depth = [value], 0
+    while level := list(chain.from_iterable(map(_inside, level))):
+        depth += 1
+        if depth > DEEPEST:
+            raise GenerationError(f"is nested deeper than {DEEPEST} levels", where=where, remedy="Write it flatter")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The items of an array or an object."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+async def _check_body(request: Request) -> None:
+    """Raise GenerationError for a body that is too deep. What is no JSON is refused later."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        return
+    for name, value in body.items() if isinstance(body, dict) else ():
+        check_depth(value, name)
 
 
 def answering_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -138,6 +166,7 @@ def answering_errors(handler: Callable[[Request], Awaitable[Response]]) -> Calla
 
     async def answer(request: Request) -> Response:
         try:
+            await _check_body(request)
             return await handler(request)
         except RequestValidationError as error:
             return refusal(error.errors(), error.body)

@@ -54,6 +54,7 @@ class Plan:
 async def plan_completion(service: Service, body: CompletionRequest | FimRequest, limits: Limits) -> Plan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
+    check_answers(len(prompts), body, limits)
     if body.suffix:
         return await _plan_middle(service, body, prompts, limits)
     config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
@@ -69,7 +70,9 @@ async def plan_prompts(
     limits: Limits,
 ) -> Plan:
     """Completions of token ids."""
-    repeated = _repeated(encoded, body, limits)
+    check_answers(len(encoded), body, limits)
+    check_length(service.lm, max(map(len, encoded)) + config.max_new_tokens, limits)
+    repeated = _repeated(encoded, body)
     requests = await asyncio.to_thread(make_requests, service.lm, repeated, config, body.diffusion.keys)
     echoes = [""] * len(requests)
     if isinstance(body, CompletionRequest) and body.echo:
@@ -82,10 +85,10 @@ async def plan_prompts(
 
 async def plan_infill(service: Service, body: InfillRequest, limits: Limits) -> Plan:
     """A text with its gaps filled."""
+    check_answers(1, body, limits)
     config = without_ends(service.lm, sampler_config(service.lm, body, limits))
     parts = await asyncio.to_thread(_parts, service.lm, body, limits)
-    check_limit((len(parts) - 1) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap")
-    ids = await _with_lengths(service, parts, config, body.max_gap, body.gap_mark)
+    ids = await _with_lengths(service, parts, config, body.max_gap, body.gap_mark, limits)
     requests = await _infill_requests(service, ids, config, body, limits)
     return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests])
 
@@ -108,20 +111,24 @@ async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, p
     before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
     exact = body.diffusion.length == "exact"
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
-    ids = await _with_lengths(service, parts, config, min(size, MOST_SEARCHED), "<gap>")
+    ids = await _with_lengths(service, parts, config, min(size, MOST_SEARCHED), "<gap>", limits)
     requests = await _infill_requests(service, ids, config, body, limits)
     regions = [Region(len(before), request.length - len(after), fills=not exact) for request in requests]
     return _plan(body, requests, config, regions)
 
 
-async def _with_lengths(service: Service, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[int]:
+async def _with_lengths(
+    service: Service, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str, limits: Limits
+) -> list[int]:
     """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing."""
     if len(parts) == 1:
+        check_length(service.lm, len(parts[0]), limits)
         return parts[0]
 
     def search() -> list[FoundText]:
         return find_lengths(service.lm, [parts], config, max_gap, gap_mark)
 
+    check_length(service.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, limits)
     [found] = await service.between_steps(search)
     return found.ids
 
@@ -131,7 +138,7 @@ async def _infill_requests(
 ) -> list[Request]:
     """Requests for the hidden positions of a text."""
     check_limit(ids.count(service.lm.mask_token_id), limits.max_tokens, "max_new_tokens")
-    repeated = _repeated([ids], body, limits)
+    repeated = _repeated([ids], body)
     return await asyncio.to_thread(make_infill_requests, service.lm, repeated, config, body.diffusion.keys)
 
 
@@ -149,6 +156,7 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[in
     if body.gap_mark in lm.tokenizer.mask_token:
         raise GenerationError("it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is")
     check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths")
+    check_limit(lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap")
     keep = [lm.tokenizer.mask_token] if body.text is not None else []
     parts = [encode_prompt(lm.tokenizer, segments[0], keep)]
     for length, segment in zip(lengths, segments[1:], strict=True):
@@ -182,11 +190,22 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
     return prompt  # type: ignore[return-value]
 
 
-def _repeated(encoded: list[list[int]], body: SamplingRequest, limits: Limits) -> list[list[int]]:
-    """The prompts, each as often as answers are wanted."""
-    check_limit(body.n, limits.n, "n")
-    if not encoded:
+def check_answers(prompts: int, body: SamplingRequest, limits: Limits) -> None:
+    """Raise GenerationError for more answers than a request may ask for, before anything is encoded."""
+    if not prompts:
         raise GenerationError("there is none", where="prompt", remedy="Give one")
+    check_limit(body.n, limits.n, "n")
+    check_limit(prompts * body.n, limits.sequences, "prompt")
+
+
+def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
+    """Raise GenerationError for a sequence that is too long; where the model has a longest context, the engine does."""
+    if lm.context_length is None:
+        check_limit(length, limits.length, "prompt")
+
+
+def _repeated(encoded: list[list[int]], body: SamplingRequest) -> list[list[int]]:
+    """The prompts, each as often as answers are wanted."""
     return list(chain.from_iterable([ids] * body.n for ids in encoded))
 
 

@@ -98,10 +98,11 @@ class Progress:
             return ""
         self._read = len(committed)
         tokens = committed[: end_of(committed, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else committed
-        released = self._text.grow(self._decode(tokens), done=False)
+        whole = self._decode(tokens)
+        released = self._text.grow(whole, done=False)
         if self._text.stop is not None and not self._needs_end:
             log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
-            self.outcome = self._cut(tokens, log_probs, "stop", frame.step, None, None)
+            self.outcome = self._cut(whole, tokens, log_probs, "stop", frame.step, None, None)
         return released
 
     def _end(self, trace: Trace) -> str:
@@ -110,21 +111,30 @@ class Progress:
         generation = make_generation(self.lm, [request], [trace], self.work.config)
         span = slice(region.start - request.start, region.stop - request.start)
         tokens, log_probs = generation.tokens[0][span], generation.log_probs[0][span]
-        released = self._text.grow(self._decode(tokens), done=True)
+        whole = self._decode(tokens)
+        released = self._text.grow(whole, done=True)
         ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
         finish = "stop" if ended or region.fills or self._text.stop is not None else "length"
         steps = max(trace.steps, default=-1) + 1
-        self.outcome = self._cut(tokens, log_probs, finish, steps, trace.forward_passes, trace)
+        self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace.forward_passes, trace)
         return released
 
     def _cut(
-        self, tokens: list[int], log_probs: list[float], finish: str, steps: int, forward_passes: int | None, trace: Trace | None
+        self,
+        whole: str,
+        tokens: list[int],
+        log_probs: list[float],
+        finish: str,
+        steps: int,
+        forward_passes: int | None,
+        trace: Trace | None,
     ) -> Outcome:
         if self._text.stop is not None:
             count = tokens_until(lambda number: self._decode(tokens[:number]), len(tokens), self.stops)
             tokens, log_probs = tokens[:count], log_probs[:count]
         top = [] if trace is None else self._top(trace)[: len(tokens)]
-        return Outcome(self._text.text, tokens, log_probs, finish, steps, forward_passes, trace, top)
+        text = whole if self._text.stop is None else whole[: self._text.stop[0]]
+        return Outcome(text, tokens, log_probs, finish, steps, forward_passes, trace, top)
 
     def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
         first = self.region.start - self.work.request.start

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from unmask.config.base import Config
+from unmask.config.constraint import ConstraintConfig
+from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.serving.openai.errors import OPENAI_NAMES
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=2**31)]
 Text = Annotated[str, Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256, pattern="^[^\ufffd]*$")]
+"""U+FFFD is what half a character decodes to, which the next token completes."""
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of which the first wrong item is told: a body may have as many wrong ones as it has bytes, and telling all takes seconds."""
+MOST_MESSAGES, MOST_CALLS, MOST_BIASES = 4096, 128, 1024
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
 OF_SERVER = ("batch_size", "max_batch_tokens", "deterministic", "agreement_prompts")
@@ -23,14 +32,45 @@ NOTHING: tuple[Any, ...] = ()
 NO_PENALTY = (0, 0.0)
 
 
+def given_fields(values: Any, model: type[pydantic.BaseModel]) -> Any:
+    """Fields that are not null, which is what is not given, as OpenAI has it. The first unknown one is refused."""
+    if not isinstance(values, dict):
+        return values
+    names = {field.alias or name for name, field in model.model_fields.items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    if unknown := next((name for name in given if name not in names), None):
+        shown = unknown.encode(errors="backslashreplace").decode()  # without halves of characters
+        raise PydanticCustomError("unknown", "is not a known field", {"param": shown})
+    return given
+
+
 class Body(pydantic.BaseModel):
     """A part of a body."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        return given_fields(values, cls)
 
+
+def _nested(config: type[Config]) -> Any:
+    """The type of a field with a config."""
+    return Annotated[config, BeforeValidator(lambda values: given_fields(values, config))] | None
+
+
+def _few(biases: Any) -> Any:
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        raise PydanticCustomError("too_many", "has more than {most} tokens", {"most": MOST_BIASES})
+    return biases
+
+
+NESTED = {"constraint": _nested(ConstraintConfig), "revise": _nested(ReviseConfig)}
 _sampler_fields: dict[str, Any] = {
-    name: (field.annotation, field) for name, field in SamplerConfig.model_fields.items() if name not in {*OPENAI_NAMES, *OF_SERVER}
+    name: (NESTED.get(name, field.annotation), field)
+    for name, field in SamplerConfig.model_fields.items()
+    if name not in {*OPENAI_NAMES, *OF_SERVER}
 }
 _SamplerSettings: Any = pydantic.create_model("SamplerSettings", __base__=Body, **_sampler_fields)
 
@@ -40,7 +80,7 @@ class DiffusionSettings(_SamplerSettings):
 
     stream: Literal["text", "frames"] = "text"
     """With `stream`: the committed text only, or also what every denoising step reveals and hides."""
-    keys: list[Key] | None = None
+    keys: Many[Key] | None = None
     """Keys of the random numbers, one per answer (those of one prompt side by side), as of `unmask.generate`."""
     version: str | None = None
     """The name of the weights that shall answer; others are refused with status 409."""
@@ -81,9 +121,9 @@ class SamplingRequest(Body):
     """Draw among the most probable tokens that together reach this probability."""
     seed: Key | None = None
     """Of the random numbers. Default: drawn at random; the answer's `diffusion.seed` says which."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = None
     """Of token ids: -100 forbids a token, and 100 allows only such tokens."""
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | Annotated[Many[Stop], Field(max_length=16)] | None = None
     """Strings before which the text is cut, wherever their tokens begin."""
     n: Count = 1
     """Answers for each prompt."""
@@ -99,17 +139,15 @@ class SamplingRequest(Body):
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: Any) -> Any:
-        """Null is what is not given, as OpenAI has it."""
+        """The other fields."""
         if not isinstance(values, dict):
             return values
-        given = {name: value for name, value in values.items() if value is not None}
-        for name in [name for name in given if name in cls.unsupported]:
-            neutral = [value for value in cls.unsupported[name] if value == given[name] and type(value) is type(given[name])]
-            if not neutral:
-                values = f", except {' or '.join(map(repr, cls.unsupported[name]))}" if cls.unsupported[name] else ""
-                raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": values})
-            del given[name]
-        return given
+        for name in cls.unsupported.keys() & values.keys():
+            value, neutral = values[name], cls.unsupported[name]
+            if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
+                why = f", except {' or '.join(map(repr, neutral))}" if neutral else ""
+                raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": why})
+        return {name: value for name, value in values.items() if name not in cls.unsupported}
 
     @property
     def stops(self) -> list[str]:
@@ -148,12 +186,12 @@ class Message(Body):
     """A message. Fields of an assistant's that are null in OpenAI's answers may be sent back."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = Field(default=None, max_length=MOST_CALLS)
     tool_call_id: str | None = None
     refusal: None = None
-    annotations: list[Any] | None = Field(default=None, max_length=0)
+    annotations: Many[Any] | None = Field(default=None, max_length=0)
     audio: None = None
     function_call: None = None
 
@@ -231,7 +269,7 @@ class ChatRequest(SamplingRequest):
         **dict.fromkeys(("verbosity", "web_search_options"), NOTHING),
     }
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     """The conversation. Where the last message is the assistant's, it is continued."""
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`."""
@@ -241,13 +279,25 @@ class ChatRequest(SamplingRequest):
     """With `logprobs`: also those of this many most probable tokens at its position."""
     response_format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
     """What the text has to be; it always is."""
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: Many[Tool] | None = Field(default=None, max_length=128)
     """Functions that the model may call; its chat template shows them to it."""
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     """none: the model sees no tools. auto: it may call some. required, or a function: the answer is one call, whose arguments fit the
     schema."""
     parallel_tool_calls: bool = True
     """If false, an answer ends with its first call."""
+
+
+def _kind_of_prompt(prompt: Any) -> str | None:
+    """Which of a prompt's alternatives it is, by its first item."""
+    if isinstance(prompt, str):
+        return "text"
+    if not isinstance(prompt, list):
+        return None
+    return {int: "tokens", list: "tokens of many"}.get(type(next(iter(prompt), None)), "texts")
+
+
+PROMPT = "Input should be a valid text, a list of token ids, or a list of either"
 
 
 class CompletionRequest(SamplingRequest):
@@ -258,7 +308,13 @@ class CompletionRequest(SamplingRequest):
         "best_of": (1,),
     }
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[Many[str], Tag("texts")]
+        | Annotated[Many[TokenId], Tag("tokens")]
+        | Annotated[Many[Many[TokenId]], Tag("tokens of many")],
+        Discriminator(_kind_of_prompt, custom_error_type="prompt", custom_error_message=PROMPT),
+    ]
     """A text, token ids, or a list of either."""
     suffix: str | None = None
     """The text after what is written: a gap is filled, by a bidirectional model or one that knows fill-in-the-middle prompts."""
@@ -296,7 +352,7 @@ class EditRequest(SamplingRequest):
         **dict.fromkeys(("tools", "tool_choice", "response_format"), NOTHING),
     }
 
-    messages: list[EditMessage] = Field(min_length=1, max_length=1)
+    messages: Many[EditMessage] = Field(min_length=1, max_length=1)
 
 
 class InfillRequest(SamplingRequest):
@@ -306,9 +362,9 @@ class InfillRequest(SamplingRequest):
 
     text: str | None = None
     """A text with a gap mark for each gap whose length is searched, and the mask token for each token that is missing."""
-    segments: list[str] | None = Field(default=None, min_length=2, max_length=257)
+    segments: Many[str] | None = Field(default=None, min_length=2, max_length=257)
     """The texts between the gaps; the first and the last may be empty."""
-    lengths: list[Count | None] | None = None
+    lengths: Many[Count | None] | None = None
     """The tokens of each gap; null: searched. Default: all are searched."""
     gap_mark: str = Field(default="<gap>", min_length=1, max_length=64)
     """What stands for a gap in `text`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
@@ -17,6 +16,7 @@ from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import DisconnectedError, EventStream, while_connected
 from unmask.serving.openai.errors import ErrorAnswer, NotFoundError, OpenAIRoute
+from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
 from unmask.serving.openai.objects import ChatCompletion, EditCompletion, Infill, TextCompletion
 from unmask.serving.openai.plans import Plan, plan_completion, plan_infill
@@ -130,7 +130,7 @@ async def _answer(service: Service, body: SamplingRequest, limits: Limits, reque
     async def whole() -> str:
         reply = await begin()
         async with aclosing(_submit(service, body, limits, reply.plan, owner)) as events:
-            return json.dumps(await reply.whole(events))
+            return to_json(await reply.whole(events))
 
     async def stream() -> EventStream:
         reply = await begin()

@@ -12,7 +12,7 @@ from unmask.generation.constraints.grammars import JSON
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
-from unmask.serving.openai.errors import UnsupportedError
+from unmask.serving.openai.errors import UnsupportedError, check_depth
 from unmask.serving.openai.requests import ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
 
 JSON_OBJECT = JSON.replace("start: value", "start: object")
@@ -53,6 +53,7 @@ def sampler_config(
     check_limit(config.steps or 0, limits.steps, "steps")
     if config.constraint is not None:
         check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint")
+        check_depth(config.constraint.schema_object(), "constraint.json_schema")  # which may be given as text
     return config
 
 
