@@ -92,7 +92,7 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
         while server.server_state.connections:
             time.sleep(0.01)
         assert len(read_all(deaf)) < LARGE
-    with listening(application) as (url, _):  # but who reads gets all of it
+    with listening(application, ConnectionLimits(write_seconds=60)) as (url, _):  # but who reads gets all of it
         assert len(httpx.get(f"{url}/large").content) == LARGE + 4
 
 

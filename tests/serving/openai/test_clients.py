@@ -168,6 +168,7 @@ def test_embeddings_are_refused(client):
         client.responses.create(model="tiny", input="text")
 
 
+@pytest.mark.slow  # its import takes most of it
 def test_litellm(url):
     """In a process of its own: it changes what others log, and asks the internet for prices."""
     program = f"""

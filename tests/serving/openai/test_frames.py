@@ -93,12 +93,12 @@ def test_tokens_that_are_hidden_again():
         assert "".join(canvas).partition("</s>")[0] == text == last["text"]
 
 
-@pytest.mark.slow
-def test_a_thousand_random_requests():
+@pytest.mark.parametrize("count", [pytest.param(100, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.nightly)])
+def test_random_requests(count):
     """Of all models, routes and settings at random: frames replay to the text of the same request without a stream."""
     draw = random.Random(0)
     services = [StepService(model(*pattern, eos_bias=draw.choice([0.0, 3.0]))) for pattern in PATTERNS]
-    for _ in range(1000):
+    for _ in range(count):
         service = draw.choice(services)
         path, asked = random_request(draw, service.lm)
         whole = answer(service, path, **asked, seed=draw.randrange(100))
