@@ -45,7 +45,7 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagrams, which nothing runs
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
-PARSED = ("serve", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
+PARSED = ("serve", "chat", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
 SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
 VERBS = {"conversion.md": "convert", "preferences.md": "dpo", "data.md": "pretrain"}

@@ -25,7 +25,7 @@ from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERB_HELP, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
+ALL_VERBS = [*VERB_HELP, "profile", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 
@@ -319,6 +319,17 @@ def test_infill_finds_the_lengths_of_gaps(model: dict[str, Any], monkeypatch: py
     assert json.loads(result.stdout)["gaps"] == [{"start": 1, "length": 2}]
     refused = run("generate", "m", "--prompt", "a <gap> b", "--max-gap", "9")
     assert refused.exit_code == 2 and "Add --infill" in refused.stderr
+
+
+def test_generate_takes_prompts_as_messages(model: dict[str, Any]) -> None:
+    result = run("generate", "m", "--prompt", "a", "--prompt", "b", "--chat", "--json")
+    assert result.exit_code == 0, result.output
+    assert model["prompts"] == [[{"role": "user", "content": text}] for text in "ab"]
+    assert [json.loads(line)["prompt"] for line in result.stdout.splitlines()] == ["a", "b"]
+    refused = run("generate", "m", "--prompt", "a", "--chat", "--infill")
+    assert refused.exit_code == 2 and "a text to fill in is no message" in refused.stderr
+    refused = run("generate", "m", "--infill", "--prompt", "a <gap> b", "--max-gap", "9", "--show-steps")
+    assert refused.exit_code == 2 and "texts whose length is known" in refused.stderr
 
 
 def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:

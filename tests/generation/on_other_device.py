@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 import unmask
 from tests import other_device
 from tests.generation.test_sampler import assert_same
+from tests.generation.test_variable_length import tiny as with_length_tokens
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
@@ -75,6 +76,16 @@ def test_gaps_are_found_and_filled_as_on_a_cpu():
     with other_device.active():
         found = unmask.infill(there(lm), texts, config, length="auto", max_gap=4)
     assert found.tokens == unmask.infill(lm, texts, config, length="auto", max_gap=4).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
+    lm, config = with_length_tokens(expand=2.0, delete=1.0, family="gpt2"), SamplerConfig(temperature=temperature, tokens_per_step=2)
+    texts = [[[1, 4, 5, 6], [7, 4]], [[1, 5, 5], [6, 7], [4, 5]]]
+    with other_device.active():
+        found = unmask.infill(there(lm), texts, config, length="auto", max_gap=6)
+    expected = unmask.infill(lm, texts, config, length="auto", max_gap=6)
+    assert found.tokens == expected.tokens and found.gaps == expected.gaps
 
 
 @every_pattern

@@ -13,7 +13,7 @@ import unmask
 from tests.training.tiny_runs import batch, make, tiny
 from unmask.data.rows import Collator, make_row
 from unmask.diffusion.views import Draw
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, GenerationError, ModelError
 from unmask.models.export import export
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
 from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, make_canvases
@@ -147,6 +147,11 @@ def test_a_trained_model_is_saved_with_its_tokens_and_fills_gaps(logit_shift, tm
     loaded = unmask.load(tmp_path / "model")
     one, other = (unmask.infill(lm, ["ab<gap>cd"], length="auto", max_gap=3) for lm in (loaded, trainer.lm))
     assert one == other and 1 <= one.gaps[0][0].length <= 3
+    assert loaded.max_gap == 3 and unmask.infill(loaded, ["ab<gap>cd"], length="auto") == one
+    assert "of up to 3 tokens, filled with tokens that expand" in (tmp_path / "model" / "README.md").read_text()
+    with pytest.raises(GenerationError, match=r"max_gap: 4 tokens, but the model was trained on gaps of up to 3\. Lower it, train with"):
+        unmask.infill(loaded, ["ab<gap>cd"], length="auto", max_gap=4)
+    assert unmask.infill(loaded, ["ab<gap>cd"], length="search", max_gap=4).gaps[0][0].forward_passes
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path):

@@ -11,23 +11,25 @@ import sys
 import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
 from unmask.config.option_per_field import spread_configs
-from unmask.config.run import ModelConfig, SamplerConfig, check_output_folder, refuse_existing
+from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError
+from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError
 from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
+from unmask.cli.chat import chat
 from unmask.cli.compare import compare
 from unmask.cli.evaluate import EvaluateCommand, evaluate
+from unmask.cli.generate import generate
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PATH_ERRORS = {
@@ -147,46 +149,10 @@ def load_model(model: ModelConfig) -> DiffusionLM:
     return unmask.load(model.path, **model.load_arguments())
 
 
-@app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
-@spread_configs
-def generate(
-    model: ModelConfig,
-    sampler: SamplerConfig,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A prompt; repeatable; - reads one prompt per line of stdin.")],
-    infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
-    max_gap: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --infill: also find the lengths of gaps that --gap-mark stands for, up to this many tokens."),
-    ] = None,
-    gap_mark: Annotated[str, typer.Option(metavar="TEXT", help="What stands for a gap of unknown length.")] = "<gap>",
-    search: Annotated[
-        bool, typer.Option("--search", help="With --max-gap: search for the lengths even if the model was trained to find them.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
-) -> None:
-    """Complete prompts, or fill in their mask tokens."""
-    import unmask
+app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")(generate)
 
-    prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
-    if not prompts:
-        raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
-    for name, given in (("--gap-mark", gap_mark != "<gap>"), ("--search", search)):
-        if max_gap is None and given:
-            raise ConfigError("has no effect without --max-gap", where=name, remedy="Add --max-gap, or leave it out")
-    if max_gap is not None and not infill:
-        raise ConfigError("prompts are completed, and have no gaps", where="--max-gap", remedy="Add --infill, or leave it out")
-    if max_gap is not None:
-        length: Literal["auto", "search"] = "search" if search else "auto"
-        result = unmask.infill(load_model(model), prompts, sampler, length=length, max_gap=max_gap, gap_mark=gap_mark)
-    else:
-        result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
-    if result.agreement is not None:
-        typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
-    for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
-        line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
-        if result.gaps is not None:
-            line["gaps"] = [{"start": gap.start, "length": gap.length} for gap in result.gaps[row]]
-        typer.echo(for_stdout(json.dumps(line, ensure_ascii=False) if as_json else text))
+
+app.command(epilog="Example: unmask chat runs/sft/model --max-new-tokens 256 --threshold 0.9 --temperature 0.7")(chat)
 
 
 app.command(cls=EvaluateCommand, epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)

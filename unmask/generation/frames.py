@@ -70,7 +70,8 @@ class Watched:
 
 def watch(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Iterator[Frame | Generation]:
     """The frames of one sequence, then the result. Raises GenerationError as `unmask.generate`."""
-    engine, watched = Engine(lm, batch_size=1), Watched(request, lm.mask_token_id)
+    engine = Engine(lm, batch_size=1, max_batch_tokens=config.max_batch_tokens)
+    watched = Watched(request, lm.mask_token_id)
     ticket = engine.submit(request, config)
     while not (finished := engine.step()):
         if frame := watched.look(engine, ticket):

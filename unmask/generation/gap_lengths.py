@@ -40,6 +40,8 @@ from unmask.generation.requests import check_ids, check_settings
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
+DEFAULT_MAX_GAP = 64
+"""The longest gap that is tried, in tokens, where nobody says otherwise."""
 WINDOW = 8
 """Tokens on either side of a gap whose probability is compared."""
 ROUNDS = (2, 4, WINDOW)

@@ -21,7 +21,16 @@ from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, check_verified, check_verifier, make_requests, without_ends
 from unmask.generation.revise import doubts, present_log_probs
 from unmask.generation.speculation import Tree, draft_inputs, draft_tree, draw_drafts, num_drafts, verify
-from unmask.generation.variable_length import RECORDS, OpenText, decide_open, event_probs, make_filled, open_texts, settled_length
+from unmask.generation.variable_length import (
+    RECORDS,
+    OpenText,
+    decide_open,
+    event_probs,
+    make_filled,
+    open_texts,
+    settled_length,
+    trained_max_gap,
+)
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import predicting_lengths
 from unmask.models.model_state import evaluating
@@ -60,11 +69,12 @@ def fill_gaps(
     config: SamplerConfig | None = None,
     keys: Sequence[int] | None = None,
     *,
-    max_gap: int = 64,
+    max_gap: int | None = None,
     gap_mark: str = "<gap>",
 ) -> Generation:
     """Fill gaps whose length the model finds, one text at a time. Arguments, errors and tokens are those of `unmask.infill` with
     `length="auto"` and a model that was trained for it."""
+    max_gap = trained_max_gap(lm, max_gap)
     opened, config = open_texts(lm, texts, without_ends(lm, config or SamplerConfig()), keys, max_gap, gap_mark)
     with evaluating(lm):
         return make_filled(lm, [_fill(lm, text, config, max_gap) for text in opened], config)

@@ -12,10 +12,10 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.engine.speculate import Verifier
-from unmask.generation.gap_lengths import find_lengths
+from unmask.generation.gap_lengths import DEFAULT_MAX_GAP, find_lengths
 from unmask.generation.output import Generation, make_generation
 from unmask.generation.requests import Request, checked_keys, make_infill_requests, make_requests, without_ends
-from unmask.generation.variable_length import fill_gaps
+from unmask.generation.variable_length import fill_gaps, trained_max_gap
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -53,7 +53,7 @@ def infill(
     keys: Sequence[int] | None = None,
     *,
     length: Literal["auto", "search"] | None = None,
-    max_gap: int = 64,
+    max_gap: int | None = None,
     gap_mark: str = "<gap>",
 ) -> Generation:
     """Fill in the mask tokens of texts. A bidirectional model sees the text before and after them, a block-causal model the text up to the
@@ -67,7 +67,7 @@ def infill(
         length: "auto": a mark in a text stands for a gap of unknown length; bidirectional models only. A model that was trained for it
             finds the length while it fills the gap (`variable_length.py`); for others it is searched (`gap_lengths.py`). "search": it
             is searched in any case. Mask tokens still stand for one token each. None: there are only mask tokens.
-        max_gap: the longest gap, in tokens; the shortest has one.
+        max_gap: the longest gap, in tokens; the shortest has one. None: that of the model's training, and 64 where lengths are searched.
         gap_mark: the mark. A text is cut at its marks before it is tokenised. In place of token ids with marks, give the lists of ids
             between the gaps.
 
@@ -77,7 +77,7 @@ def infill(
 
     Raises:
         GenerationError: a text without mask tokens (or marks), or too long, or a mark without text after it, or settings that do not fit
-            the model.
+            the model, such as a longer gap than it was trained on.
     """
     config = without_ends(lm, config or SamplerConfig())
     if length is None:
@@ -87,10 +87,10 @@ def infill(
             f"{length!r}", where="length", remedy="Use 'auto' or 'search', or None and a mask token for every missing token"
         )
     if length == "auto" and lm.expand_token_id is not None:
-        return fill_gaps(lm, texts, config, keys, max_gap, gap_mark)
+        return fill_gaps(lm, texts, config, keys, trained_max_gap(lm, max_gap), gap_mark)
     if keys is not None:
         checked_keys(texts, keys)
-    found = find_lengths(lm, texts, config, max_gap, gap_mark)
+    found = find_lengths(lm, texts, config, DEFAULT_MAX_GAP if max_gap is None else max_gap, gap_mark)
     generation = complete(lm, make_infill_requests(lm, [text.ids for text in found], config, keys), config)
     return replace(generation, gaps=[text.gaps for text in found])
 

@@ -30,7 +30,7 @@ from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation.engine.forward import predict
 from unmask.generation.engine.slots import BatchEntry, Slots
-from unmask.generation.gap_lengths import checked_segments
+from unmask.generation.gap_lengths import DEFAULT_MAX_GAP, checked_segments
 from unmask.generation.output import FoundGap, Generation, Trace, make_generation
 from unmask.generation.policies import Decision, Given, decide, first_by_priority, num_accepted, penalise_and_ban
 from unmask.generation.requests import Request, checked_keys
@@ -131,6 +131,18 @@ def fill_gaps(
         while running := _running(opened, config):
             _step(lm, running, config, max_gap)
     return make_filled(lm, opened, config)
+
+
+def trained_max_gap(lm: DiffusionLM, max_gap: int | None) -> int:
+    """The longest gap to fill: that of the model's training if none is given. Raises GenerationError for a longer one, for which the model
+    would say nothing that it has learnt."""
+    if max_gap is None:
+        return lm.max_gap or DEFAULT_MAX_GAP
+    if lm.max_gap is not None and max_gap > lm.max_gap:
+        what = f"{max_gap} tokens, but the model was trained on gaps of up to {lm.max_gap}"
+        remedy = f"Lower it, train with training.max_gap={max_gap}, or search for the lengths (length='search', --search)"
+        raise GenerationError(what, where="max_gap", remedy=remedy)
+    return max_gap
 
 
 def open_texts(

@@ -1,7 +1,6 @@
 """DiffusionLM: a causal language model of transformers, read as a diffusion language model.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean, J targets of a row,
-S segments.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean, J targets of a row, S segments.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class DiffusionLM:
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
         mask_token_id: the input id at hidden positions.
-        expand_token_id, delete_token_id: of a model that fills gaps of unknown length (`length_tokens.py`); else None. They and the mask
-            token are `never_predicted`: their logits are -inf.
+        expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown length, of up to max_gap tokens
+            (`length_tokens.py`); else None. The two and the mask token are `never_predicted`: their logits are -inf.
         eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is first; it fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
@@ -87,6 +86,7 @@ class DiffusionLM:
         quality_head: bool = False,
         expand_token_id: int | None = None,
         delete_token_id: int | None = None,
+        max_gap: int | None = None,
     ):
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
@@ -94,7 +94,7 @@ class DiffusionLM:
         self.attention: AttentionName = attention
         self.block_size = block_size
         self.mask_token_id = mask_token_id
-        self.expand_token_id, self.delete_token_id = expand_token_id, delete_token_id
+        self.expand_token_id, self.delete_token_id, self.max_gap = expand_token_id, delete_token_id, max_gap
         self.never_predicted = tuple(token for token in (mask_token_id, expand_token_id, delete_token_id) if token is not None)
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
@@ -156,8 +156,8 @@ class DiffusionLM:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings that `unmask.load` reads from the model's config."""
-        ends, quality = list(self.eos_token_ids), self.quality_head is not None
-        return self.pattern | {"eos_token_ids": ends, "padding_idx": self.padding_idx, "quality_head": quality}
+        own = {"eos_token_ids": list(self.eos_token_ids), "padding_idx": self.padding_idx, "max_gap": self.max_gap}
+        return self.pattern | own | {"quality_head": self.quality_head is not None}
 
     @property
     def pattern(self) -> dict[str, str | int | bool | None]:

@@ -40,6 +40,7 @@ STOCK_SETTINGS: dict[str, Any] = {
     "quality_head": False,
     "expand_token_id": None,
     "delete_token_id": None,
+    "max_gap": None,
     "eos_token_ids": None,
     "padding_idx": None,
 }
@@ -181,6 +182,7 @@ def make_diffusion(
     quality_head: bool = False,
     expand_token_id: int | None = None,
     delete_token_id: int | None = None,
+    max_gap: int | None = None,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
     """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in place.
@@ -217,6 +219,7 @@ def make_diffusion(
         quality_head=quality_head,
         expand_token_id=expand_token_id,
         delete_token_id=delete_token_id,
+        max_gap=max_gap,
     )
 
 
@@ -281,6 +284,7 @@ def with_pattern(
         quality_head=lm.quality_head is not None,
         expand_token_id=lm.expand_token_id if expand_token_id is None else expand_token_id,
         delete_token_id=lm.delete_token_id if delete_token_id is None else delete_token_id,
+        max_gap=lm.max_gap,
         padding_idx=lm.padding_idx,
     )
 

@@ -42,6 +42,7 @@ class DescribedModel(Protocol):
     causal_context: bool
     quality_head: Any
     expand_token_id: int | None
+    max_gap: int | None
 
     @property
     def autoregressive(self) -> bool: ...
@@ -119,6 +120,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
+    longest = f"of up to {lm.max_gap} tokens, " if lm.max_gap else ""
     mask, *ends = (f"`{lm.tokenizer.convert_ids_to_tokens(token)}` ({token})" for token in (lm.mask_token_id, *lm.eos_token_ids))
     return [
         ("architecture", type(lm.model).__name__),
@@ -128,7 +130,7 @@ def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
         ("logit shift", "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"),
         *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
         *(
-            [("gaps of unknown length", "filled with tokens that expand and delete hidden positions")]
+            [("gaps of unknown length", f"{longest}filled with tokens that expand and delete hidden positions")]
             if lm.expand_token_id is not None
             else []
         ),

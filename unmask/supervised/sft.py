@@ -98,7 +98,7 @@ class SFTTrainer(DiffusionTrainer):
             model = with_quality_head(lm, args, adapters=named.get("peft_config") is not None or has_adapters(lm))
         if args.max_gap is not None:
             lm = as_diffusion_lm(model, named.get("processing_class"))
-            model = with_length_tokens(lm, adapters=named.get("peft_config") is not None or has_adapters(lm))
+            model = with_length_tokens(lm, args.max_gap, adapters=named.get("peft_config") is not None or has_adapters(lm))
         super().__init__(model, args, *rows, **named)
 
     @classmethod

@@ -59,8 +59,8 @@ class Canvases:
     document_BT: Tensor  # 0 at padding
 
 
-def with_length_tokens(lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
-    """The model with the two tokens, to be trained.
+def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool) -> DiffusionLM:
+    """The model with the two tokens, to be trained on gaps of up to `max_gap` tokens, which is saved with it.
 
     Raises:
         ModelError: it does not see the text after a gap.
@@ -72,7 +72,9 @@ def with_length_tokens(lm: DiffusionLM, *, adapters: bool) -> DiffusionLM:
     if adapters:
         what = "is not trained with lora, which does not train the embeddings of new tokens"
         raise ConfigError(what, where="max_gap", remedy="Train without adapters")
-    return add_length_tokens(lm)
+    lm = add_length_tokens(lm)
+    lm.max_gap = max_gap
+    return lm
 
 
 def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap: int) -> Canvases:

@@ -1,0 +1,193 @@
+"""A text as it is denoised, for people to watch: in a region of the terminal that changes, elsewhere as a line for each step."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from unmask.config.run import SamplerConfig
+from unmask.generation.frames import Frame, replay, watch
+from unmask.generation.output import Generation, end_of
+from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.redaction import shown
+
+MAX_COLUMNS = 100
+SECONDS_BETWEEN_PICTURES = 1 / 15  # on a terminal
+HIDDEN, HIDDEN_IN_ASCII = "░", "_"
+COLOURS = ((0.9, "green"), (0.6, "cyan"), (0.3, "yellow"), (0.0, "red"))
+"""Of drafted tokens, by their lowest probability."""
+LEGEND = "drafted tokens by probability: " + ", ".join(f"{colour} from {lowest:g}" for lowest, colour in COLOURS)
+
+Show = Callable[["Canvas"], None]
+
+
+class Piece(NamedTuple):
+    """Some characters of a canvas: of one token, or of several that only together make whole characters."""
+
+    text: str  # "" where hidden
+    is_final: bool
+    probability: float = 1.0  # of its least probable token when it was revealed
+
+    @property
+    def colour(self) -> str:
+        return "" if self.is_final else next(colour for lowest, colour in COLOURS if self.probability >= lowest)
+
+
+class Canvas:
+    """A sequence that is being denoised. Of a completion only what follows the prompt is shown, up to its end token."""
+
+    def __init__(self, lm: DiffusionLM, request: Request):
+        self.lm, self.request = lm, request
+        self.ids, self.log_probs = list(request.ids), [0.0] * request.length
+        self.step = self.num_final = 0
+        self._decode = functools.cache(lambda *ids: str(lm.tokenizer.decode(list(ids), skip_special_tokens=True)))
+
+    def update(self, frame: Frame) -> None:
+        """Apply the next frame."""
+        self.ids = replay(self.ids, [frame], self.lm.mask_token_id)
+        for position, _, log_prob in frame.revealed:
+            self.log_probs[position] = log_prob
+        self.step, self.num_final = frame.step, frame.num_final
+
+    def pieces(self) -> Iterator[Piece]:
+        """What is to be seen, from left to right; each hidden token is a piece."""
+        start, stop = self.request.start, self.request.length
+        if self.request.stop_at_eos:
+            stop = start + end_of(self.ids[start:], self.lm.eos_token_ids)
+        run: list[int] = []
+        for position in range(start, stop):
+            if self.request.hidden[position] and self.ids[position] == self.lm.mask_token_id:
+                yield from self._visible(run)
+                yield Piece("", False)
+                run = []
+            else:
+                run.append(position)
+        yield from self._visible(run)
+
+    def _visible(self, positions: list[int]) -> Iterator[Piece]:
+        """Visible tokens that stand next to one another. Each is decoded with the ones before it: whether it begins with a space, and
+        where a character ends, depends on them."""
+        context = positions[:1] if positions and positions[0] > self.request.start else []  # else decoders remove the first one's space
+        places = [*context, *positions]
+        ids = [self.ids[position] for position in places]
+        before, read = 0, len(context)
+        for end in range(read + 1, len(ids) + 1):
+            known, text = self._decode(*ids[before:read]), self._decode(*ids[before:end])
+            if len(text) <= len(known) or (text.endswith("\ufffd") and end < len(ids)):
+                continue
+            new = places[read:end]
+            is_final = all(position < self.num_final or not self.request.hidden[position] for position in new)
+            yield Piece(text[len(known) :], is_final, math.exp(min(self.log_probs[position] for position in new)))
+            before, read = read, end
+
+    def plain(self, hidden: str = HIDDEN) -> str:
+        """The text, with a placeholder for each hidden token."""
+        return "".join(piece.text or hidden for piece in self.pieces())
+
+    def styled(self, hidden: str = HIDDEN) -> tuple[Text, Text]:
+        """The text for a terminal, and the beginning of it that is final."""
+        pieces = list(self.pieces())
+        text = Text(overflow="fold")
+        for style, same in itertools.groupby(pieces, lambda piece: piece.colour if piece.text else "dim"):
+            text.append("".join(shown(piece.text) or hidden for piece in same), style)
+        final = sum(len(shown(piece.text)) for piece in itertools.takewhile(lambda piece: piece.is_final, pieces))
+        return text, text[:final]
+
+
+def denoise(
+    lm: DiffusionLM, request: Request, config: SamplerConfig, show: Show, stopped: Callable[[], bool] = lambda: False
+) -> Generation | None:
+    """The result of a request, whose canvas is shown after each step; None if it was stopped between two steps."""
+    canvas = Canvas(lm, request)
+    show(canvas)
+    for item in watch(lm, request, config):
+        if isinstance(item, Generation):
+            return item
+        canvas.update(item)
+        show(canvas)
+        if stopped():
+            return None
+    raise AssertionError("a watched sequence ends with its result")
+
+
+def generate_visibly(
+    lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, *, infill: bool, stream: TextIO
+) -> Iterator[Generation]:
+    """The results of `unmask.generate`, or `unmask.infill`, one prompt after the other, with the steps of each on a stream. The agreement
+    of lossy settings is not measured. Errors as of those functions."""
+    if infill:
+        config = without_ends(lm, config)
+    for number, request in enumerate((make_infill_requests if infill else make_requests)(lm, prompts, config)):
+        started = time.monotonic()
+        with display(stream) as show:
+            generation = denoise(lm, request, config, show)
+        assert generation is not None
+        tokens = sum(request.hidden[request.start :][: len(generation.tokens[0])])
+        line = statistics(tokens, generation.forward_passes[0], time.monotonic() - started)
+        yield generation
+        print(f"prompt {number}: {line}", file=stream, flush=True)
+
+
+def statistics(tokens: int, passes: int, seconds: float) -> str:
+    """What one text cost, in a line."""
+    return f"{tokens} tokens · {passes} passes · {tokens / passes:.2f} tokens per pass · {seconds:.1f} s"
+
+
+def terminal(stream: TextIO) -> Console | None:
+    """A console of at most `MAX_COLUMNS`; None if the stream is no terminal, or one that cannot move its cursor."""
+    console = Console(file=stream, force_terminal=stream.isatty(), highlight=False)  # else FORCE_COLOR makes a file a terminal
+    if not console.is_terminal or console.is_dumb_terminal:
+        return None
+    console.width = min(console.width, MAX_COLUMNS)
+    return console
+
+
+@contextmanager
+def display(stream: TextIO) -> Iterator[Show]:
+    """Inside, canvases can be shown: in a region of the terminal that is empty again afterwards, elsewhere as a line for each."""
+    console = terminal(stream)
+    if console is None:
+        yield functools.partial(_print_line, stream)
+        return
+    with Live(console=console, auto_refresh=False, transient=True, vertical_overflow="crop") as live:
+        yield _Pictures(live).show
+
+
+def _print_line(stream: TextIO, canvas: Canvas) -> None:
+    text = shown(canvas.plain(_placeholder(stream.encoding))).replace("\n", "\\n").replace("\t", "\\t")
+    print(f"step {canvas.step}: {text}", file=stream, flush=True)
+
+
+def _placeholder(encoding: str | None) -> str:
+    return HIDDEN if (encoding or "").lower().startswith("utf") else HIDDEN_IN_ASCII
+
+
+class _Pictures:
+    """Draws a canvas into the region, but not more often than can be seen."""
+
+    def __init__(self, live: Live):
+        self.live, self.last = live, -math.inf
+
+    def show(self, canvas: Canvas) -> None:
+        if time.monotonic() - self.last < SECONDS_BETWEEN_PICTURES:
+            return
+        self.live.update(self._picture(canvas), refresh=True)
+        self.last = time.monotonic()
+
+    def _picture(self, canvas: Canvas) -> Text:
+        """As many lines as fit, from the one on in which the text is not final yet."""
+        console = self.live.console
+        text, final = canvas.styled(_placeholder(console.encoding))
+        lines, room = text.wrap(console, console.width), max(console.height - 2, 1)
+        first = min(max(len(final.wrap(console, console.width)) - 1, 0), max(len(lines) - room, 0))
+        return Text("\n").join(lines[first : first + room])
