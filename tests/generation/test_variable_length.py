@@ -163,20 +163,22 @@ def test_deletions_of_which_the_model_is_certain_take_one_pass():
     assert with_length.tokens == [[1, 4, 5, 8]] and with_length.forward_passes == [3]
 
 
-def test_a_length_that_is_all_but_certain_is_settled_first():
-    """In one pass; then the gap is filled as with this length given, here from its surest token on."""
-    lm = Known.of({(4, 5, 5): 3.0, (5, 5, 5): 2.0, (4,): 0.2})
-    found = sampler.infill(lm, [[[1], [8]]], length="auto", max_gap=16)
-    mask = lm.mask_token_id
-    given = sampler.infill(lm, [[1, mask, mask, mask, 8]])
-    assert found.tokens == given.tokens == [[1, 4, 5, 5, 8]] and found.forward_passes == [4]
-    assert found.steps[0] == [step + (step >= 0) for step in given.steps[0]]
+def test_a_length_that_is_all_but_certain_is_settled_before_any_token():
+    """Of three tokens the first is most often 5; of any number it is most often 4."""
+    lm = Known.of({(4,): 0.09, (4, 5, 5): 0.42, (5, 4, 4): 0.49})
+    found, mask = infilled(lm, SamplerConfig(policy="left_to_right")), lm.mask_token_id
+    given = sampler.infill(lm, [[1, mask, mask, mask, 8]], SamplerConfig(policy="left_to_right"))
+    assert found.tokens == given.tokens == [[1, 5, 4, 4, 8]] and found.forward_passes == [4]
+    less = infilled(Known.of({(4,): 0.11, (4, 5, 5): 0.41, (5, 4, 4): 0.48}), SamplerConfig(policy="left_to_right"))
+    assert less.tokens == [[1, 4, 5, 5, 8]]
 
 
-def test_the_rest_of_a_gap_may_be_settled_as_empty():
-    lm = Known.of({(4,): 1.0, (5, 4, 4): 0.9})
-    found = infilled(lm, SamplerConfig(policy="left_to_right"))
-    assert found.tokens == [[1, 4, 8]] and found.forward_passes == [2]
+@pytest.mark.parametrize(
+    "delete, expand, length",
+    [([0.95, 1.0], 0.0, 0), ([0.0, 0.05], 0.02, 2), ([0.05, 0.97], 0.0, 1), ([0.5, 1.0], 0.0, None), ([0.0], 0.95, None)],
+)
+def test_a_length_is_settled_by_the_probabilities_of_fewer_and_of_more(delete, expand, length):
+    assert variable_length.settled_length(delete, expand) == length
 
 
 @pytest.mark.parametrize("biases, lengths", [((30.0, -30.0), {7}), ((-30.0, 30.0), {1}), ((30.0, 30.0), {1, 2, 3, 4, 5, 6, 7})])

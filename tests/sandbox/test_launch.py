@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import require_sandbox
 from unmask.sandbox import launch
 from unmask.sandbox.isolation import Limits, probe
+from unmask.sandbox.launch import Meter, Usage
 from unmask.sandbox.pool import Pool, PythonTests, Slot, python_job
 
 JOB = python_job("def f(x): return 2 * x", PythonTests("assert f(1) == 2", {"f": "f"}))
@@ -55,3 +56,32 @@ def test_what_is_killed_counts_no_more():
             assert max(int(counter.read_text()) for counter in counters) > 0
         assert [int(counter.read_text()) for counter in counters] == [0] * len(counters)
     slot.close()
+
+
+def exceeded(*readings: tuple[Usage, float, float]) -> str | None:
+    """The limit that the last of these readings exceeds, and none before it does."""
+    meter = Meter(Limits(seconds=2.0, idle_seconds=1.0, wall_seconds=9.0), Usage(ran=0.5, delayed=0.5), now=100.0)
+    *earlier, last = [meter.exceeded(*reading) for reading in readings]
+    assert not any(earlier)
+    return last
+
+
+@pytest.mark.parametrize(
+    ("usage", "now", "limit"),
+    [
+        (Usage(computed=2.1, ran=2.6, idle=False), 103.0, "2 s of processor time"),
+        (Usage(ran=0.6, delayed=0.5), 101.2, "1 s of sleep"),
+        (Usage(ran=0.6, delayed=0.5, idle=False), 109.1, "9 s in all"),
+        (Usage(ran=1.1, delayed=1.0), 102.0, None),  # it ran for 0.6 s, and waited for a processor for 0.5 s
+        (Usage(ran=0.6, delayed=90.5, idle=False), 195.0, None),  # waited for a processor
+    ],
+)
+def test_the_limit_that_ends_a_program_is_named(usage, now, limit):
+    assert exceeded((usage, now, now)) == limit
+
+
+def test_a_late_reading_is_not_taken_for_sleep():
+    """On a busy host seconds pass between a look at the clock and the reading of the times."""
+    late = (Usage(ran=0.5, delayed=4.5), 100.1, 104.0)
+    assert exceeded(late, (Usage(ran=0.6, delayed=4.5), 104.1, 104.1)) is None
+    assert exceeded(late, (Usage(ran=0.6, delayed=4.5), 105.2, 105.2)) == "1 s of sleep"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unmask.sandbox import pool as pools
-from unmask.sandbox.isolation import Host, Limits
+from unmask.sandbox.isolation import Host
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Pool, PythonTests, python_job
 
@@ -95,12 +95,11 @@ def test_time_is_the_programs_own(pool):
 
 
 def test_the_results_of_a_tester_have_one_outcome():
-    limits = Limits()
-    assert pools.outcome_of(None, limits).status == "timeout"
-    assert pools.outcome_of({}, limits).status == "wrong"
+    assert pools.outcome_of({"exceeded": "2 s of sleep"}) == Outcome("timeout", detail="not done within 2 s of sleep")
+    assert pools.outcome_of({}).status == "wrong"
     found = {"passed": 2, "total": 2, "complete": False, "detail": "x"}
-    assert pools.outcome_of(found, limits) == Outcome("wrong", 2, 3, "x")
-    assert pools.outcome_of(found | {"complete": True}, limits).status == "ok"
+    assert pools.outcome_of(found) == Outcome("wrong", 2, 3, "x")
+    assert pools.outcome_of(found | {"complete": True}).status == "ok"
 
 
 def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):

@@ -30,6 +30,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
+LENGTH_TOKENS = ("expand_token_id", "delete_token_id")
 CONTENT = "content"
 """The name of the table's own hash among those of the file."""
 PART = 64
@@ -191,8 +192,9 @@ def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
 
 
 def model_hashes(lm: DiffusionLM) -> dict[str, str]:
-    """A hash of the model and one of its tokenizer."""
-    model = f"{fingerprint(lm.model)} {json.dumps(lm.pattern)}"
+    """A hash of the model and one of its tokenizer. Those of a model without length tokens are as before there were any."""
+    pattern = {name: value for name, value in lm.pattern.items() if value is not None or name not in LENGTH_TOKENS}
+    model = f"{fingerprint(lm.model)} {json.dumps(pattern)}"
     tokenizer = json.dumps([sorted(lm.tokenizer.get_vocab().items()), lm.mask_token_id])
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}
 

@@ -51,7 +51,7 @@ class Limits:
     idle_seconds: float = 10.0
     """Time in which all of them sleep. Waiting for a processor or the disk is not counted."""
     wall_seconds: float = 60.0
-    """Time in all, for hosts under load."""
+    """Time in all, less that in which they wait for a processor."""
     cpu_seconds: int = 20
     """Processor time of each process, in case it escapes the count of `seconds`."""
     memory: int = 512 << 20

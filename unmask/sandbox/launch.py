@@ -139,16 +139,19 @@ class Usage:
 
     Attributes:
         computed: seconds of processor time, with that of ended processes that were waited for.
-        busy: seconds that the living threads computed, or waited for a processor.
+        ran: seconds that the living threads computed.
+        delayed: seconds that the living threads waited for a processor.
         idle: whether all threads sleep: none computes, or waits for a processor or the disk.
     """
 
     computed: float = 0.0
-    busy: float = 0.0
+    ran: float = 0.0
+    delayed: float = 0.0
     idle: bool = True
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.computed + other.computed, self.busy + other.busy, self.idle and other.idle)
+        computed, ran, delayed = self.computed + other.computed, self.ran + other.ran, self.delayed + other.delayed
+        return Usage(computed, ran, delayed, self.idle and other.idle)
 
 
 def usage_of(pid: int) -> Usage:
@@ -163,8 +166,36 @@ def usage_of(pid: int) -> Usage:
                     total += usage_of(int(child))
                 # A parent waits uninterruptibly for a child that shares its memory (vfork), as for the disk.
                 total += Usage(idle=_stat(thread)[0] not in ("R" if children else "RD"))
-                total += Usage(busy=sum(map(int, (thread / "schedstat").read_text().split()[:2])) / 1e9)
+                ran, delayed, _ = map(int, (thread / "schedstat").read_text().split())
+                total += Usage(ran=ran / 1e9, delayed=delayed / 1e9)
     return total
+
+
+class Meter:
+    """Compares what a program and its tests use with their limits.
+
+    Args:
+        usage: what they had used when they got their job.
+        now: when that was known, in seconds of a monotonic clock.
+    """
+
+    def __init__(self, limits: Limits, usage: Usage, now: float):
+        self.limits, self.idle = limits, 0.0
+        self._first = self._usage = usage
+        self._start = self._read = now
+
+    def exceeded(self, usage: Usage, before: float, after: float) -> str | None:
+        """The limit that is exceeded, if any. `usage` was read between `before` and `after`, which are far apart on a busy host."""
+        if usage.idle:  # the shortest time between the two readings, so that one that was late is not taken for sleep
+            busy = usage.ran + usage.delayed - self._usage.ran - self._usage.delayed
+            self.idle += max(0.0, before - self._read - max(0.0, busy))
+        self._usage, self._read = usage, after
+        spent = {
+            f"{self.limits.seconds:g} s of processor time": usage.computed - self._first.computed - self.limits.seconds,
+            f"{self.limits.idle_seconds:g} s of sleep": self.idle - self.limits.idle_seconds,
+            f"{self.limits.wall_seconds:g} s in all": before - self._start - usage.delayed + self._first.delayed - self.limits.wall_seconds,
+        }
+        return next((limit for limit, over in spent.items() if over > 0), None)
 
 
 def _stat(process: Path) -> list[str]:
@@ -193,9 +224,9 @@ class Cell:
             self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
-    def run(self, program: str | dict[str, str], payload: dict[str, Any], deadline: float = math.inf) -> dict[str, Any] | None:
-        """The results of the tester: None after the time limits, an empty dict if it ends without results. Python's candidate is source
-        text; a native program, and native tests, are `{"native": base64}`.
+    def run(self, program: str | dict[str, str], payload: dict[str, Any], deadline: float = math.inf) -> dict[str, Any]:
+        """The results of the tester: `{"exceeded": limit}` after a time limit, an empty dict if it ends without results. Python's
+        candidate is source text; a native program, and native tests, are `{"native": base64}`.
 
         Raises:
             SandboxError: one of the two did not start (then nothing of the program has run), or there are no results at the deadline
@@ -203,20 +234,15 @@ class Cell:
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        limits, idle = self.limits, 0.0
-        start = now = time.monotonic()
-        first = usage = self._usage()
+        meter = Meter(self.limits, self._usage(), time.monotonic())
         self.tester.send(payload)
         self.candidate.send(program)
         while (frame := self.tester.receive(POLL_SECONDS)) is None:
-            earlier, before = now, usage
-            now, usage = time.monotonic(), self._usage()
-            if now > deadline:
+            before = time.monotonic()
+            if before > deadline:
                 raise SandboxError(BATCH_OVER, where="sandbox", remedy="Give the batch more time")
-            if usage.idle:
-                idle += max(0.0, now - earlier - max(0.0, usage.busy - before.busy))
-            if usage.computed - first.computed > limits.seconds or idle > limits.idle_seconds or now - start > limits.wall_seconds:
-                return None
+            if limit := meter.exceeded(self._usage(), before, time.monotonic()):
+                return {"exceeded": limit}
         return json.loads(frame or b"{}")
 
     def _usage(self) -> Usage:

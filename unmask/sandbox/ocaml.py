@@ -163,7 +163,7 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
             return candidate
         with slot.cell() as cell:
             results = cell.run({"native": candidate}, {"native": tester}, slot.deadline)
-        return outcome_of(results, slot.limits)
+        return outcome_of(results)
 
     return job
 

@@ -103,16 +103,15 @@ def python_job(program: str, tests: PythonTests) -> Job:
         with slot.cell() as cell:
             payload = {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)}
             results = cell.run(program, payload, slot.deadline)
-        return outcome_of(results, slot.limits)
+        return outcome_of(results)
 
     return job
 
 
-def outcome_of(results: dict[str, Any] | None, limits: Limits) -> Outcome:
+def outcome_of(results: dict[str, Any]) -> Outcome:
     """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
-    if results is None:
-        parts = f"{limits.seconds:g} s of processor time, {limits.idle_seconds:g} s of sleep, {limits.wall_seconds:g} s in all"
-        return Outcome("timeout", detail=f"not done within {parts}")
+    if "exceeded" in results:
+        return Outcome("timeout", detail=f"not done within {results['exceeded']}")
     if "broken" in results:
         return Outcome("infrastructure", detail=f"the tests are broken: {results['broken']}")
     if "refused" in results:

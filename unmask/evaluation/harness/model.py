@@ -199,10 +199,10 @@ class HarnessLM(TemplateLM):
         if answers is None:
             return
         own = json.loads(json.dumps({"fingerprint": fingerprint(self.lm.model), **self.lm.settings, **self.protocol}))
-        if (kept := answers.get(KEPT_OF)) is None and not len(answers):
+        kept = answers.get(KEPT_OF) or {}
+        if not len(answers):
             answers[KEPT_OF] = own
-        elif kept != own:
-            changed = [name for name in own if (kept or {}).get(name) != own[name]]
+        elif changed := [name for name in own | kept if kept.get(name) != own.get(name)]:  # what a version does not know is unset
             remedy = "Choose another file, or remove this one"
             raise DataError(
                 f"has answers of another evaluation ({', '.join(changed)})", where=f"use_cache {answers.filename}", remedy=remedy
