@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -32,6 +33,14 @@ def shared_path(*parts: str) -> pathlib.Path:
     if not path.exists():
         pytest.skip(f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its folder)")
     return path
+
+
+def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
+    """Whether counts are within 5 standard deviations, and impossible tokens were not drawn."""
+    possible_V, count = prob_V > 0, drawn_V.sum()
+    chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
+    freedom = int(possible_V.sum()) - 1
+    return not drawn_V[~possible_V].any() and bool(abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom))
 
 
 def cost(function: Callable[..., Any], *arguments: Any) -> float:

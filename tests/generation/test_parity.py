@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 
 import pytest
 import torch
 
 from benchmarks import published
 from tests.generation.tiny_models import tiny
+from tests.helpers import chi_square_is_likely
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.generation import naive, sampler
@@ -128,11 +128,3 @@ def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, tem
     prob_V = keep_likely((logits_1V / temperature).softmax(-1), config.top_k, config.top_p)[0].double()
     prob_V = prob_V / prob_V.sum()
     assert chi_square_is_likely(drawn_V, prob_V)
-
-
-def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
-    """Whether counts are within 5 standard deviations, and impossible tokens were not drawn."""
-    possible_V, count = prob_V > 0, drawn_V.sum()
-    chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
-    freedom = int(possible_V.sum()) - 1
-    return not drawn_V[~possible_V].any() and bool(abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom))

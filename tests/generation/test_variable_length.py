@@ -283,5 +283,5 @@ def test_greedy_edits_are_weighed_against_what_may_be_written():
     one = torch.zeros(1, dtype=torch.long)
     for forbidden, expected in ((None, end), ([end], lm.delete_token_id)):
         config = SamplerConfig(forbidden_tokens=forbidden)
-        decision = variable_length.decide_open(lm, probability_V.log()[None], torch.tensor([[False, True]]), config, one, one, one, None)
+        decision, _ = variable_length.decide_open(lm, probability_V.log()[None], torch.tensor([[False, True]]), config, one, one, one, None)
         assert int(decision.token_N) == expected

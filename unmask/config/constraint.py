@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 from pydantic_core import PydanticSerializationError
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # `json` is also a method of pydantic's, deprecated
 
     class ConstraintConfig(Config):
-        """What generated text has to match: exactly one of its settings.
+        """What generated text has to match: exactly one of `choice`, `regex`, `json_schema`, `json` and `grammar`.
 
         Raises:
             ConfigError: none or several of them are set, or the schema is not JSON.
@@ -38,6 +38,8 @@ with warnings.catch_warnings():
         depth: int = Field(default=2, ge=0)
         """json and grammar: how deep arrays and objects, or any rule, may be nested in themselves. Recursion at the beginning or at the end
         of rules, as of lists, is not bounded."""
+        over: Literal["gap", "text"] = "gap"
+        """What has to match in a text to fill. gap: each of its gaps, alone. text: the text as a whole, with all its gaps filled."""
 
         def model_post_init(self, _: object) -> None:
             texts = ("choice", "regex", "json_schema", "grammar")

@@ -25,7 +25,6 @@ from unmask.generation.variable_length import (
     RECORDS,
     OpenText,
     decide_open,
-    event_probs,
     make_filled,
     open_texts,
     settled_length,
@@ -107,9 +106,11 @@ def _fill(lm: DiffusionLM, text: OpenText, config: SamplerConfig, max_gap: int) 
         for place in hidden_1T[0].nonzero().flatten().tolist():
             key_1, step_1, place_1 = (torch.tensor([number], device=lm.device) for number in (text.key, passes, place))
             may_12 = torch.tensor([may(place)[:2]], device=lm.device)
-            decisions[place] = decide_open(lm, logits_TV[place][None], may_12, config, key_1, step_1, place_1, present_1V)
-            events[place] = event_probs(lm, logits_TV[place][None], may_12, config, present_1V)[0].tolist()
-        if config.temperature == 0 and (known := _known_lengths(cells, may, events)):
+            where = (config, key_1, step_1, place_1, present_1V)
+            decisions[place], event_12 = decide_open(lm, logits_TV[place][None], may_12, *where)
+            if event_12 is not None:
+                events[place] = event_12[0].tolist()
+        if events and (known := _known_lengths(cells, may, events)):
             cells = [cell for place, cell in enumerate(cells) if place < known.get(cell[0], len(cells))]
             settled |= known.keys()
             passes += 1

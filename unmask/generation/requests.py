@@ -72,7 +72,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         blocks = _blocks(lm, start, stop, attention_block, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
         counts, revisions = _steps([last - first for first, last in blocks], config, key)
-        gaps = constrained_gaps(lm, hidden, config, where, completion=True)
+        gaps = constrained_gaps(lm, ids, hidden, config, where, completion=True)
         requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos, gaps, revisions))
     return requests
 
@@ -96,7 +96,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
         counts, revisions = _steps([sum(hidden[a:b]) for a, b in blocks], config)
-        gaps = constrained_gaps(lm, hidden, config, where, completion=False)
+        gaps = constrained_gaps(lm, ids, hidden, config, where, completion=False)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions))
     return requests
 

@@ -197,8 +197,8 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     may_N2 = torch.tensor([texts[member].may(position, max_gap) for member, position in places], device=lm.device)
     key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[seen.member_N].unbind(1)
     present_NV = slots.present(seen.member_N, seen.logits_NV.shape[1]) if config.repetition_penalty != 1 else None
-    decision = decide_open(lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV)
-    settled = _settle(texts, places, event_probs(lm, seen.logits_NV, may_N2, config, present_NV)) if config.temperature == 0 else set()
+    decision, event_N2 = decide_open(lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV)
+    settled = set() if event_N2 is None else _settle(texts, places, event_N2)
     priority_BT = torch.full(slots.ids_SC.shape, -torch.inf, device=lm.device)
     priority_BT[seen.member_N, seen.position_N] = decision.priority_N
     count_B = torch.full((len(texts),), config.tokens_per_step or 1, device=lm.device)
@@ -232,15 +232,6 @@ def settled_length(delete_K: Sequence[float], expand: float) -> int | None:
     return next((number for number, (less, more) in enumerate(pairwise(below)) if more - less >= SETTLED), None)
 
 
-def event_probs(lm: DiffusionLM, logits_NV: Tensor, may_N2: Tensor, config: SamplerConfig, present_NV: Tensor | None) -> Tensor:
-    """The probabilities [N, 2] of expand and delete among all that is allowed; 0 where `may_N2` excludes them."""
-    both = [lm.expand_token_id, lm.delete_token_id]
-    possible_NV = logits_NV.clone()
-    possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
-    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
-    return (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True)).exp()
-
-
 def decide_open(
     lm: DiffusionLM,
     logits_NV: Tensor,
@@ -250,19 +241,20 @@ def decide_open(
     step_N: Tensor,
     position_N: Tensor,
     present_NV: Tensor | None,
-) -> Decision:
+) -> tuple[Decision, Tensor | None]:
     """The token that would be revealed at each position: expand or delete only where `may_N2` says so, and at temperature 0 only if more
-    probable than all else together."""
+    probable than all else together. Then the probabilities [N, 2] of the two among all that is allowed are returned too, else None."""
     both, where = [lm.expand_token_id, lm.delete_token_id], (key_N, step_N, position_N, present_NV)
     possible_NV = logits_NV.clone()
     possible_NV[:, both] = logits_NV[:, both].masked_fill(~may_N2, -torch.inf)
     if config.temperature > 0:
-        return decide(possible_NV, config, *where)
-    likely_N2 = event_probs(lm, logits_NV, may_N2, config, present_NV) > 0.5
+        return decide(possible_NV, config, *where), None
+    allowed_NV = penalise_and_ban(possible_NV, config, present_NV)
+    event_N2 = (allowed_NV[:, both] - allowed_NV.logsumexp(1, keepdim=True)).exp()
     taken_NV = logits_NV.clone()
-    taken_NV[:, both] = logits_NV[:, both].masked_fill(~likely_N2, -torch.inf)
+    taken_NV[:, both] = logits_NV[:, both].masked_fill(event_N2 <= 0.5, -torch.inf)
     token_N = decide(taken_NV, config, *where).token_N
-    return decide(possible_NV, config, *where, given=Given(token_N, torch.zeros_like(logits_NV[:, 0]), None, None))
+    return decide(possible_NV, config, *where, given=Given(token_N, torch.zeros_like(logits_NV[:, 0]), None, None)), event_N2
 
 
 def _reveal(

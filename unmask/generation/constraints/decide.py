@@ -137,9 +137,8 @@ def windows_of(
         state = gap.automaton.after(ids[gap.start : inside[0]])
         end = min(gap.stop, stop)
         tokens = [None if hidden[position] else ids[position] for position in range(inside[0], end)]
-        end_S = gap.automaton.completable(gap.stop - end, gap.live_C)
         row_N = torch.tensor([row[position] for position in inside], device=device)
-        windows.append(Window(gap.automaton, state, end_S, tokens, row_N))
+        windows.append(Window(gap.automaton, state, gap.completable(end), tokens, row_N))
     return windows
 
 

@@ -4,30 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import numpy as np
 
+from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.constraints.automaton import End, TokenAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
-from unmask.generation.constraints.vocabulary import read_vocabulary
+from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
 
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """Neighbouring positions, hidden at first, whose tokens together have to meet a constraint."""
+    """Neighbouring positions whose tokens together have to meet a constraint: all hidden at first, or with text between the hidden ones."""
 
     start: int
     stop: int
     automaton: TokenAutomaton
     live_C: np.ndarray  # the classes with a token that may be produced
+    given: tuple[int | None, ...] | None = None  # the tokens of the text, None where hidden; None: all are hidden
+
+    def completable(self, position: int) -> np.ndarray:
+        """The states [S] from which the tokens from a position on can lead to an accepting one, if those hidden at first are free."""
+        if self.given is None:
+            return self.automaton.completable(self.stop - position, self.live_C)
+        return self._completable[position - self.start]
+
+    @cached_property
+    def _completable(self) -> list[np.ndarray]:
+        """The states of each position, and of the end."""
+        automaton, found = self.automaton, [self.automaton.accepts_S]
+        source_E, target_E = automaton.edges(self.live_C)
+        for token in reversed(self.given or ()):
+            if token is None:
+                before_S = np.zeros_like(automaton.accepts_S)
+                before_S[source_E[found[-1][target_E]]] = True
+            else:
+                before_S = found[-1][automaton.next_SC[:, automaton.class_V[token]]]
+            found.append(before_S)
+        return found[::-1]
 
 
-def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerConfig, where: str, *, completion: bool) -> tuple[Gap, ...]:
-    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may follow the text.
+def constrained_gaps(
+    lm: DiffusionLM, ids: Sequence[int], hidden: Sequence[bool], config: SamplerConfig, where: str, *, completion: bool
+) -> tuple[Gap, ...]:
+    """The gaps of a sequence; none without a constraint. A completion is one gap, in which an end token may follow the text. If the
+    constraint is over the text, that is one gap without the special tokens on either side.
 
     Raises:
         ConfigError: outlines-core is not installed.
@@ -36,6 +62,11 @@ def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerCon
     if config.constraint is None:
         return ()
     vocabulary, banned = read_vocabulary(lm), _banned(lm, config)
+    if config.constraint.over == "text":
+        if completion:
+            remedy = "Leave it out, or fill in a text (unmask.infill)"
+            raise GenerationError("a completion is met as a whole, without its prompt", where="constraint.over", remedy=remedy)
+        return (_whole_text(config.constraint, vocabulary, banned, ids, hidden, where),)
     end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
     gaps, start = [], 0
     for is_hidden, run in groupby(hidden):
@@ -49,11 +80,31 @@ def constrained_gaps(lm: DiffusionLM, hidden: Sequence[bool], config: SamplerCon
     return tuple(gaps)
 
 
+def _whole_text(
+    constraint: ConstraintConfig, vocabulary: Vocabulary, banned: Sequence[int], ids: Sequence[int], hidden: Sequence[bool], where: str
+) -> Gap:
+    """The text of a sequence as a gap in which only some tokens are hidden."""
+    inside = [at for at, is_hidden in enumerate(hidden) if is_hidden or vocabulary.bytes_V[ids[at]] is not None]
+    start, stop = inside[0], inside[-1] + 1
+    automaton = compile_constraint(constraint, vocabulary, end="none", at_start=True)
+    given = tuple(None if hidden[at] else ids[at] for at in range(start, stop))
+    gap = Gap(start, stop, automaton, automaton.live_classes(banned), given)
+    if not gap.completable(start)[automaton.start]:
+        what = "no tokens in its gaps make the text meet it"
+        raise GenerationError(
+            what, where=f"constraint for {where}", remedy="Change the text, the number of mask tokens in its gaps, or the constraint"
+        )
+    return gap
+
+
 def fitting_lengths(lm: DiffusionLM, config: SamplerConfig, longest: int, where: str, *, at_start: bool) -> list[int]:
     """The lengths from 1 to `longest` of a gap for which a text meets the constraint; without a constraint all. Errors as of
     `constrained_gaps`."""
     if config.constraint is None:
         return list(range(1, longest + 1))
+    if config.constraint.over == "text":
+        what = "the text as a whole is not searched for lengths"
+        raise GenerationError(what, where="constraint.over", remedy="Write mask tokens for its gaps, or use over 'gap'")
     automaton = compile_constraint(config.constraint, read_vocabulary(lm), end="none", at_start=at_start)
     live_C = automaton.live_classes(_banned(lm, config))
     lengths = [length for length in range(1, longest + 1) if automaton.completable(length, live_C)[automaton.start]]
