@@ -15,7 +15,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
 from time import monotonic, perf_counter
 from typing import Any
@@ -27,7 +27,8 @@ from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.side_work import SideWork
 from unmask.serving.submission import Events, Submission
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,8 @@ RECENT = 64
 """Sequences over whose ends the throughput is measured."""
 LONGEST_RETRY = 300  # seconds
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
+ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
+MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
 
@@ -103,6 +106,7 @@ class Scheduler:
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
         self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
+        self._aside, self._searches = SideWork(ASIDE_AT_ONCE, MOST_WAITING), SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[Entry] = FairQueue()
@@ -131,6 +135,8 @@ class Scheduler:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+        for work in (self._aside, self._searches):
+            work.stop(_ending())  # since what follows would be refused
         if self._thread.ident is None:
             return
         await asyncio.to_thread(self._thread.join, grace)
@@ -141,7 +147,7 @@ class Scheduler:
         self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
-        self._check_version(version)
+        self.check_version(version)
         with self._changed:
             self._check_stopping()
             self._make_room(len(work), owner)
@@ -153,8 +159,35 @@ class Scheduler:
             self._changed.notify()
         return Events(submission)
 
+    def check_version(self, version: str | None) -> None:
+        """As of `Service`."""
+        if version not in (None, self.version):
+            what = f"the weights are {self.version!r}, not {version!r}"
+            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+
+    async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
+        """As of `Service`."""
+        self._check_stopping()
+        return await self._aside.run(function, owner)
+
+    async def search(self, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
+        """As of `Service`."""
+        self._check_stopping()
+        loop, left = asyncio.get_running_loop(), threading.Event()
+
+        def between_steps(part: Callable[[], Any]) -> Any:
+            if left.is_set():
+                raise CancelledError
+            return asyncio.run_coroutine_threadsafe(self.between_steps(part), loop).result()
+
+        try:
+            return await self._searches.run(lambda: function(between_steps), owner)
+        finally:
+            left.set()
+
     async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """As of `Service`. OverloadedError if as many functions wait as sequences may."""
+        """Run a function that needs the model in the engine's thread, between two steps. Errors as it raises, StoppedError, and
+        OverloadedError if as many functions wait as sequences may."""
         return await self._do(Job(function, alone=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
@@ -178,12 +211,7 @@ class Scheduler:
 
     def _check_stopping(self) -> None:
         if self._stopping:
-            raise StoppedError("the server is ending", remedy="Send it again, to another one or later")
-
-    def _check_version(self, version: str | None) -> None:
-        if version not in (None, self.version):
-            what = f"the weights are {self.version!r}, not {version!r}"
-            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+            raise _ending()
 
     def _make_room(self, count: int, owner: str) -> None:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
@@ -274,7 +302,7 @@ class Scheduler:
         """Give the engine as many sequences as may run; while a job waits to be alone, only those of submissions that have begun."""
         while len(self._running) < self._engine.batch_size and (entry := self._next()):
             try:
-                self._check_version(entry.submission.version)
+                self.check_version(entry.submission.version)
                 ticket = self._engine.submit(entry.work.request, entry.work.config)
             except (GenerationError, OtherWeightsError) as error:
                 self._deliver([(entry.submission, error)])
@@ -351,6 +379,10 @@ class Scheduler:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
                 loop.call_soon_threadsafe(_hand_over, theirs)
+
+
+def _ending() -> StoppedError:
+    return StoppedError("the server is ending", remedy="Send it again, to another one or later")
 
 
 def _failure() -> ServiceError:

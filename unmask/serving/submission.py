@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 
-from unmask.serving.service import Event, TimeLimitError, Work
+from unmask.serving.service import Event, Work, time_limit_error
 
 
 class Submission:
@@ -51,20 +51,23 @@ class Submission:
                 self._timer.cancel()
             self._on_close(self)
 
-    async def next(self) -> Event | None:
-        """The next event; None after the last one. Raises the error with which it ended."""
+    async def ready(self) -> None:
+        """Wait for an event, or the end. Raises the error with which it ended."""
         while not self._arrived:
             if self._error is not None:
                 raise self._error
             if not self._unfinished or self.closed:
-                return None
+                return
             self._wake.clear()
             await self._wake.wait()
-        return self._arrived.popleft()
+
+    async def next(self) -> Event | None:
+        """The next event; None after the last one. Raises the error with which it ended."""
+        await self.ready()
+        return self._arrived.popleft() if self._arrived else None
 
     def _expire(self, timeout: float) -> None:
-        what = f"not finished within {timeout:g} seconds, waiting included"
-        self.fail(TimeLimitError(what, where="timeout", remedy="Ask for less, or try again when fewer wait"))
+        self.fail(time_limit_error(timeout))
 
 
 class Events(AsyncIterator[Event]):
@@ -83,6 +86,10 @@ class Events(AsyncIterator[Event]):
         if event is None:
             raise StopAsyncIteration
         return event
+
+    async def ready(self) -> None:
+        """Wait for the next event, or the end. Raises the error with which it ended."""
+        await self._submission.ready()
 
     async def aclose(self) -> None:
         """Drop the sequences."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import SamplingRequest
 from unmask.serving.openai.writers import Fields, TextWriter, choice_facts, token_text
-from unmask.serving.service import Event, Service
+from unmask.serving.service import Event, Events, Service
 
 DONE = "data: [DONE]\n\n"
 
@@ -70,7 +70,7 @@ class Reply:
         """Whether all choices are known."""
         return all(progress.outcome is not None for progress in self.progresses)
 
-    async def whole(self, events: AsyncIterator[Event]) -> Fields:
+    async def whole(self, events: Events) -> Fields:
         """The answer as one object."""
         async for event in events:
             self.version = event.version
@@ -83,7 +83,7 @@ class Reply:
             choices.append({"index": index, **writer.choice(), "diffusion": choice_facts(progress, writer.outcome)})
         return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
 
-    async def chunks(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
+    async def chunks(self, events: Events) -> AsyncGenerator[str, None]:
         """The answer as server-sent events. An error on the way is the last event."""
         options = self.body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
