@@ -29,7 +29,7 @@ from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
 from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
 from unmask.serving.side_work import SideWork
-from unmask.serving.submission import Events, Submission
+from unmask.serving.submission import Entry, Events, Submission
 
 logger = logging.getLogger(__name__)
 RECENT = 64
@@ -40,21 +40,6 @@ ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
-
-
-@dataclass(eq=False)
-class Entry:
-    """A sequence that waits or runs."""
-
-    submission: Submission
-    index: int  # in the submission
-    watched: Watched | None
-    seen: bool = False  # whether its first frame has been made
-    alone: bool = False  # whether it runs by itself, as a step with others has failed
-
-    @property
-    def work(self) -> Work:
-        return self.submission.work[self.index]
 
 
 @dataclass
@@ -144,14 +129,21 @@ class Scheduler:
         await asyncio.to_thread(self._thread.join, LAST_STEP)
 
     def submit(
-        self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
+        self,
+        work: Sequence[Work],
+        *,
+        owner: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        since: float | None = None,
+        version: str | None = None,
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
         self.check_version(version)
         with self._changed:
             self._check_stopping()
             self._make_room(len(work), owner)
-            submission = Submission(work, version, timeout, self._forget)
+            submission = Submission(work, version, timeout, since, self._forget)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
@@ -232,11 +224,11 @@ class Scheduler:
         return OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
 
     def _forget(self, submission: Submission) -> None:
-        """Drop the sequences of a closed submission: the waiting ones now; the running ones are dropped between steps."""
+        """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are dropped between steps."""
         with self._changed:
-            if submission in self._open:
-                self._open.remove(submission)
-                self._withdraw(submission)
+            if submission.closed:
+                self._open.discard(submission)
+            self._queue.remove(lambda entry: entry.submission is submission and not entry.wanted)
 
     def _withdraw(self, submission: Submission) -> None:
         self._queue.remove(lambda entry: entry.submission is submission)
@@ -263,7 +255,7 @@ class Scheduler:
             while self._wait():
                 stepping = False
                 try:
-                    self._drop_closed()
+                    self._drop_unwanted()
                     self._do_job()
                     self._admit()
                     stepping = bool(self._running)
@@ -283,9 +275,9 @@ class Scheduler:
             self._changed.wait_for(lambda: self._running or self._again or self._queue or self._jobs or self._stopping)
             return bool(self._running or self._again or self._queue or self._jobs)
 
-    def _drop_closed(self) -> None:
+    def _drop_unwanted(self) -> None:
         for ticket, entry in list(self._running.items()):
-            if entry.submission.closed:
+            if not entry.wanted:
                 self._leave(ticket, "cancelled")
                 self._engine.cancel(ticket)
 

@@ -60,7 +60,7 @@ class TimeLimitError(ServiceError):
 
 def time_limit_error(seconds: float) -> TimeLimitError:
     """The error of a request that took so long."""
-    what = f"not finished within {round(seconds, 1):g} seconds, waiting included"
+    what = f"not finished within {seconds:g} seconds, waiting included"
     return TimeLimitError(what, where="timeout", remedy="Ask for less, or try again when fewer wait")
 
 
@@ -97,6 +97,10 @@ class Events(Protocol):
         """Wait for the next event, or the end. Raises the error with which it ended."""
         ...
 
+    def drop(self, index: int) -> None:
+        """Drop a sequence, which frees its slot within one step. No event of it follows."""
+        ...
+
     async def aclose(self) -> None:
         """Drop all sequences, which frees their slots within one step."""
         ...
@@ -119,7 +123,14 @@ class Service(Protocol):
         ...
 
     def submit(
-        self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
+        self,
+        work: Sequence[Work],
+        *,
+        owner: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        since: float | None = None,
+        version: str | None = None,
     ) -> Events:
         """Generate sequences.
 
@@ -127,6 +138,7 @@ class Service(Protocol):
             owner: whose queue they wait in; owners take turns.
             priority: higher ones of an owner go first.
             timeout: seconds, waiting included.
+            since: when they began, by the clock of the event loop; None: now.
             version: the weights to sample from; None: any.
 
         Raises:

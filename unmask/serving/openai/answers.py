@@ -74,13 +74,14 @@ class Reply:
         """The answer as one object."""
         async for event in events:
             self.version = event.version
-            self.progresses[event.index].see(event)
+            self._write(event)
+            self._drop_cut(event, events)
             if self.done:
                 break
-        choices = []
-        for index, (writer, progress) in enumerate(zip(self.writers, self.progresses, strict=True)):
-            writer.write(writer.outcome.text, done=True)
-            choices.append({"index": index, **writer.choice(), "diffusion": choice_facts(progress, writer.outcome)})
+        choices = [
+            {"index": index, **writer.choice(), "diffusion": choice_facts(writer.progress, writer.outcome)}
+            for index, writer in enumerate(self.writers)
+        ]
         return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
 
     async def chunks(self, events: Events) -> AsyncGenerator[str, None]:
@@ -96,8 +97,10 @@ class Reply:
                     opened = True
                     for chunk in [*openings, *self._step(event)]:
                         yield _event({**chunk, **usage})
-                    if self.done and not self.body.frames:
-                        break
+                    if not self.body.frames:
+                        self._drop_cut(event, events)
+                        if self.done:
+                            break
             except UnmaskError as error:
                 yield _event(error_of(error)[1])
                 return
@@ -130,8 +133,16 @@ class Reply:
         progress = self.progresses[event.index]
         if progress.outcome is not None:
             return []
-        text = progress.see(event)
-        return self.writers[event.index].write(text, done=progress.outcome is not None)
+        text, writer = progress.see(event), self.writers[event.index]
+        pieces = writer.write(text, done=progress.outcome is not None)
+        if writer.complete:
+            progress.end_here()
+        return pieces
+
+    def _drop_cut(self, event: Event, events: Events) -> None:
+        """Free the slot of a choice that is known before its sequence ends."""
+        if event.trace is None and self.progresses[event.index].outcome is not None:
+            events.drop(event.index)
 
     def _opening(self, index: int) -> list[Fields]:
         pieces = self.writers[index].opening()

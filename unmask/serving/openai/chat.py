@@ -69,10 +69,9 @@ async def plan_edit(context: Context, body: EditRequest) -> Plan:
     return await plan_prompts(context, body, [ids], sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens))
 
 
-def call_reader(body: ChatRequest, written: CallFormat | None) -> CallReader | None:
-    """What reads the calls of an answer; None: it has none."""
-    names = {tool.function.name for tool in body.tools or []}
-    return None if written is None else CallReader(written, names, single=not body.parallel_tool_calls)
+def call_reader(body: ChatRequest, written: CallFormat) -> CallReader:
+    """What reads the calls of an answer."""
+    return CallReader(written, {tool.function.name for tool in body.tools or []}, single=not body.parallel_tool_calls)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

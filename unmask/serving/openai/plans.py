@@ -253,8 +253,7 @@ def _plan(
     prompt_tokens: int | None = None,
     version: str | None = None,
 ) -> Plan:
-    """The plan of requests. Every step is watched where text or frames are sent as they come, or a stop string may end a sequence."""
-    watched = body.stream or bool(body.stops)
+    """The plan of requests."""
     if prompt_tokens is None:
         prompt_tokens = requests[0].length - sum(requests[0].hidden)
-    return Plan([Work(request, config, watched) for request in requests], regions, body.stops, prompt_tokens, version)
+    return Plan([Work(request, config, body.watched) for request in requests], regions, body.stops, prompt_tokens, version)

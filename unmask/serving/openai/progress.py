@@ -73,7 +73,7 @@ class Progress:
         cleans_up = bool(getattr(lm.tokenizer, "clean_up_tokenization_spaces", False))
         self._text = CommittedText(stops, cleans_up=cleans_up)
         self._log_probs = [0.0] * len(self.ids)
-        self._read = -1  # committed tokens when the text was last read
+        self._committed: tuple[str, list[int], int] = "", [], 0  # the text, the tokens and the step when they were last read
 
     @property
     def _needs_end(self) -> bool:
@@ -94,16 +94,21 @@ class Progress:
 
     def _commit(self, frame: Frame) -> str:
         committed = self.ids[self.region.start : max(self.region.start, min(frame.num_final, self.region.stop))]
-        if len(committed) == self._read:
-            return ""
-        self._read = len(committed)
         tokens = committed[: end_of(committed, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else committed
-        whole = self._decode(tokens)
-        released = self._text.grow(whole, done=False)
-        if self._text.stop is not None and not self._needs_end:
-            log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
-            self.outcome = self._cut(whole, tokens, log_probs, "stop", frame.step, None, None)
+        if len(tokens) == len(self._committed[1]):
+            return ""
+        self._committed = self._decode(tokens), tokens, frame.step
+        released = self._text.grow(self._committed[0], done=False)
+        if self._text.stop is not None:
+            self.end_here()
         return released
+
+    def end_here(self) -> None:
+        """Answer what is committed, unless more is answered than is known before the end."""
+        if self.outcome is None and not self._needs_end:
+            whole, tokens, step = self._committed
+            log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
+            self.outcome = self._cut(whole, tokens, log_probs, "stop", step, None, None)
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region

@@ -155,6 +155,11 @@ class SamplingRequest(Body):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def watched(self) -> bool:
+        """Whether every step is looked at: text or frames are sent as they come, or the text may end an answer before its sequence ends."""
+        return self.stream or bool(self.stops)
+
+    @property
     def frames(self) -> bool:
         """Whether every frame is wanted."""
         return self.stream and self.diffusion.stream == "frames"
@@ -286,6 +291,10 @@ class ChatRequest(SamplingRequest):
     schema."""
     parallel_tool_calls: bool = True
     """If false, an answer ends with its first call."""
+
+    @property
+    def watched(self) -> bool:
+        return super().watched or (bool(self.tools) and not self.parallel_tool_calls)
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:

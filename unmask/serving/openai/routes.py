@@ -22,7 +22,6 @@ from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
 from unmask.serving.openai.objects import ChatCompletion, EditCompletion, Infill, TextCompletion
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.writers import ChatWriter, EditWriter, InfillWriter, TextWriter
 from unmask.serving.service import Events, Service, time_limit_error
@@ -100,11 +99,8 @@ def _add_texts(router: APIRouter, service: Service, limits: Limits) -> None:
 
 async def _chat(context: Context, body: ChatRequest) -> Reply:
     plan, written = await plan_chat(context, body)
-
-    def writer(progress: Progress) -> TextWriter:
-        return ChatWriter(progress, call_reader(body, written), logprobs=body.logprobs)
-
-    return Reply(context.service, body, plan, CHAT, writer)
+    make_reader = None if written is None else partial(call_reader, body, written)
+    return Reply(context.service, body, plan, CHAT, partial(ChatWriter, make_reader=make_reader, logprobs=body.logprobs))
 
 
 async def _edit(context: Context, body: EditRequest) -> Reply:
@@ -136,17 +132,16 @@ async def _answer(service: Service, limits: Limits, body: Asked, request: Reques
 
 async def _begin(context: Context, body: Asked, make_reply: Answering[Asked]) -> tuple[Reply, Events]:
     """The reply to a request, and its events. The time limit covers both."""
-    asked, clock = body.diffusion, asyncio.get_running_loop().time
+    asked, since = body.diffusion, asyncio.get_running_loop().time()
     seconds = context.limits.timeout if asked.timeout is None else min(asked.timeout, context.limits.timeout)
-    end = clock() + seconds
     try:
-        async with asyncio.timeout_at(end):
+        async with asyncio.timeout_at(since + seconds):
             reply = await make_reply(context, body)
     except TimeoutError:
         raise time_limit_error(seconds) from None
     version = reply.plan.version if asked.version is None else asked.version
-    options: dict[str, Any] = {"owner": context.owner, "priority": asked.priority, "version": version}
-    return reply, context.service.submit(reply.plan.work, timeout=end - clock(), **options)
+    submit = partial(context.service.submit, owner=context.owner, priority=asked.priority, version=version)
+    return reply, submit(reply.plan.work, timeout=seconds, since=since)
 
 
 async def _whole(context: Context, body: Asked, make_reply: Answering[Asked]) -> str:
