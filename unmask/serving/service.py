@@ -58,6 +58,12 @@ class TimeLimitError(ServiceError):
     status = 504
 
 
+class SlowReaderError(ServiceError):
+    """Who asked does not read what comes."""
+
+    status = 408
+
+
 def time_limit_error(seconds: float) -> TimeLimitError:
     """The error of a request that took so long."""
     what = f"not finished within {seconds:g} seconds, waiting included"

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from time import monotonic
 
 from unmask.generation.frames import Watched
-from unmask.serving.service import Event, Work, time_limit_error
+from unmask.serving.service import Event, SlowReaderError, Work, time_limit_error
+
+MOST_WAITING = 16_384
+"""Events that may wait for whoever submitted the sequences: of a reader that is slower than the engine all would gather in memory."""
 
 
 class Submission:
@@ -44,8 +47,10 @@ class Submission:
 
     def add(self, event: Event) -> None:
         """An event has arrived."""
-        if event.index in self.dropped:
+        if self.closed or event.index in self.dropped:
             return
+        if len(self._arrived) == MOST_WAITING:
+            return self.fail(SlowReaderError(f"{MOST_WAITING:,} events wait to be read", remedy="Read faster, or without frames"))
         self._arrived.append(event)
         if event.trace is not None:
             self._ended.add(event.index)

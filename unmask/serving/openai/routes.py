@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -16,7 +16,7 @@ from unmask.generation.remote.protocol import model_facts
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
-from unmask.serving.openai.disconnect import DisconnectedError, EventStream, while_connected
+from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
 from unmask.serving.openai.errors import ErrorAnswer, NotFoundError, OpenAIRoute
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
@@ -151,11 +151,13 @@ async def _whole(context: Context, body: Asked, make_reply: Answering[Asked]) ->
 
 
 async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -> EventStream:
-    """The chunks of an answer. They begin with its first event, so that a refusal has its status."""
+    """The chunks of an answer. They begin with its first event, so that a refusal has its status, unless that takes long."""
     reply, events = await _begin(context, body, make_reply)
     async with AsyncExitStack() as closing:
         await closing.enter_async_context(aclosing(events))
-        await events.ready()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT):
+                await events.ready()
         closing.pop_all()
     return EventStream(reply.chunks(events))
 
