@@ -25,6 +25,9 @@ def serve(
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 8,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of what runs at once, padding included.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Compute every sequence separately: company changes no last bit of an answer; slow.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens, and denoising steps, that a request may ask for.")] = 4096,
     max_answers: Annotated[int, typer.Option(min=1, help="The most answers to a prompt (n).")] = 16,
     max_connections: Annotated[int, typer.Option(min=1, help="The most connections at once.")] = 512,
@@ -65,7 +68,12 @@ def serve(
     with open_port(host, port) as listener:
         lm = load(model.path, **model.load_arguments())
         scheduler = Scheduler(
-            lm, name or name_of(model.path), batch_size=batch_size, max_batch_tokens=max_batch_tokens, queue_size=queue_size
+            lm,
+            name or name_of(model.path),
+            batch_size=batch_size,
+            max_batch_tokens=max_batch_tokens,
+            queue_size=queue_size,
+            deterministic=deterministic,
         )
         server = make_server(make_app(scheduler, settings), scheduler, connections=ConnectionLimits(max_connections), grace=grace)
         address = listener.getsockname()

@@ -16,7 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -71,6 +71,7 @@ class Scheduler:
         batch_size: the most sequences that run at once.
         max_batch_tokens: as of `Engine`.
         queue_size: the most sequences that wait.
+        deterministic: whether every sequence is computed separately, so that company does not change the last bits of its answer.
 
     Attributes:
         on_end: is called in the engine's thread when that ends, because it was stopped or because no new engine could be made.
@@ -84,9 +85,10 @@ class Scheduler:
         batch_size: int = 8,
         max_batch_tokens: int | None = None,
         queue_size: int = 256,
+        deterministic: bool = False,
         metrics: Metrics | None = None,
     ):
-        self.lm, self.name, self.queue_size = lm, name, queue_size
+        self.lm, self.name, self.queue_size, self.deterministic = lm, name, queue_size, deterministic
         self.version: str | None = None
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
@@ -140,6 +142,8 @@ class Scheduler:
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
         self.check_version(version)
+        if self.deterministic:
+            work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
             self._make_room(len(work), owner)

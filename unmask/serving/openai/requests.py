@@ -91,6 +91,14 @@ class DiffusionSettings(_SamplerSettings):
     length: Literal["search", "exact"] = "search"
     """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly `max_tokens`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_clients(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        if (name := next((name for name in OF_SERVER if given.get(name) is not None), None)) is not None:
+            raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": ": it is a setting of the server"})
+        return values
+
     @property
     def sampler(self) -> dict[str, Any]:
         """The settings of `SamplerConfig` that are given."""
