@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -67,14 +67,8 @@ def serve(
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with open_port(host, port) as listener:
         lm = load(model.path, **model.load_arguments())
-        scheduler = Scheduler(
-            lm,
-            name or name_of(model.path),
-            batch_size=batch_size,
-            max_batch_tokens=max_batch_tokens,
-            queue_size=queue_size,
-            deterministic=deterministic,
-        )
+        most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
+        scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
         server = make_server(make_app(scheduler, settings), scheduler, connections=ConnectionLimits(max_connections), grace=grace)
         address = listener.getsockname()
         typer.echo(f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{address[0]}:{address[1]}")

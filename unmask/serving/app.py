@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -53,9 +54,18 @@ class AppSettings:
         if self.weights_from and not self.admin_key:
             remedy = f"Set {ADMIN_KEY} to a secret of those who may replace the weights"
             raise ConfigError("weights may be replaced only with a key of its own", where="--weights-from", remedy=remedy)
+        for origin in self.allow_origins:
+            if not is_origin(origin):
+                remedy = "Give scheme, name and port as browsers send them, such as https://example.org"
+                raise ConfigError(f"{origin!r} is not the origin of a site", where="--allow-origin", remedy=remedy)
         if not self.loopback and not self.api_keys:
             remedy = f"Set {API_KEY} to a secret that clients send, or use --host 127.0.0.1"
             raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin as browsers send it: a scheme, a name and perhaps a port, in lower case."""
+    return re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?", text) is not None
 
 
 def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:

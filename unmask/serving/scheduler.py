@@ -199,7 +199,7 @@ class Scheduler:
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if len(self._jobs) >= self.queue_size:
+            if sum(other.alone == job.alone for other in self._jobs) >= self.queue_size:
                 raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
@@ -280,6 +280,8 @@ class Scheduler:
             return bool(self._running or self._again or self._queue or self._jobs)
 
     def _drop_unwanted(self) -> None:
+        with self._changed:
+            self._jobs = deque(job for job in self._jobs if not job.done.cancelled())
         for ticket, entry in list(self._running.items()):
             if not entry.wanted:
                 self._leave(ticket, "cancelled")

@@ -101,8 +101,8 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
         path += [context["param"]] if context else []
         return error_response(f"{'.'.join(path)} is not a known field", 400, ".".join(path), "unknown_parameter")
     elif first["type"] == "unsupported":
-        param = ".".join([*path, context["param"]])
-        return error_response(f"{param} is not supported{context['why']}", 400, param, "unsupported_parameter")
+        field = ".".join([*path, context["param"]])
+        return error_response(f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter")
     elif first["type"] == "missing":
         path, message = [*path, str(first["loc"][-1])], "is required"
     else:

@@ -144,7 +144,9 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
     ids, version = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
     requests = await _infill_requests(context, ids, config, body)
-    regions = [Region(len(before), request.length - len(after), fills=not exact) for request in requests]
+    length = len(ids) - len(before) - len(after)
+    fills = not exact and length < min(size, MOST_SEARCHED)  # the longest one may be too short for what is missing
+    regions = [Region(len(before), len(before) + length, fills=fills) for _ in requests]
     return _plan(body, requests, config, regions, version=version)
 
 
