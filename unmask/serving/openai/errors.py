@@ -16,11 +16,9 @@ from typing_extensions import TypedDict
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import DataError, GenerationError, UnmaskError
+from unmask.generation.remote.protocol import OPENAI_NAMES
 from unmask.serving.service import OverloadedError, ServiceError
 
-OPENAI_NAMES = {name: name for name in ("temperature", "top_p", "seed")}
-OPENAI_NAMES |= {"max_new_tokens": "max_tokens", "top_log_probs": "top_logprobs"}
-"""OpenAI's names of settings of `SamplerConfig`; the others are fields of `diffusion`."""
 OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -13,7 +13,7 @@ from unmask.config.base import Config
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
-from unmask.serving.openai.errors import OPENAI_NAMES
+from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -26,8 +26,6 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 MOST_MESSAGES, MOST_CALLS, MOST_BIASES = 4096, 128, 1024
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
-OF_SERVER = ("batch_size", "max_batch_tokens", "deterministic", "agreement_prompts")
-"""Settings of `SamplerConfig` that a client has no say in."""
 NOTHING: tuple[Any, ...] = ()
 NO_PENALTY = (0, 0.0)
 

@@ -44,7 +44,7 @@ def make_router(service: Service, limits: Limits) -> APIRouter:
     """The routes of a service. The owner of a request, who takes turns with others, is `request.state.owner` where a middleware sets it,
     else the client's address."""
     router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
-    _add_models(router, service)
+    _add_models(router, service, limits)
     _add_chat(router, service, limits)
     _add_texts(router, service, limits)
     for name in NOT_SERVED:
@@ -53,19 +53,19 @@ def make_router(service: Service, limits: Limits) -> APIRouter:
     return router
 
 
-def _add_models(router: APIRouter, service: Service) -> None:
+def _add_models(router: APIRouter, service: Service, limits: Limits) -> None:
     created, facts = int(time.time()), model_facts(service.lm)  # which hash the vocabulary
 
     @router.get("/models")
     async def list_models() -> ModelList:
         """The model of this server."""
-        return {"object": "list", "data": [model_card(service, created, facts)]}
+        return {"object": "list", "data": [model_card(service, limits, created, facts)]}
 
     @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
     async def retrieve_model(model: str) -> ModelCard:
         """A model."""
         check_model(service, model)
-        return model_card(service, created, facts)
+        return model_card(service, limits, created, facts)
 
 
 def _add_chat(router: APIRouter, service: Service, limits: Limits) -> None:
