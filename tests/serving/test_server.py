@@ -75,16 +75,16 @@ def test_sigterm_under_load_loses_no_accepted_answer(tmp_path: Path) -> None:
 
 def test_after_the_grace_what_is_left_ends_with_a_clear_error() -> None:
     answers: list[httpx.Response] = []
-    with served(tiny(attention="bidirectional"), batch_size=1, queue_size=4000, grace=0) as url:
+    with served(tiny(attention="bidirectional"), batch_size=1, grace=0) as url:
 
         def ask() -> None:
-            body = {"model": "tiny", "prompt": ["a"] * 2000, "max_tokens": 36, "temperature": 0}
+            body = {"model": "tiny", "prompt": ["a"] * 256, "max_tokens": 36, "temperature": 0}
             answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
 
         client = threading.Thread(target=ask)
         client.start()
         while "\nunmask_running_sequences 1.0" not in httpx.get(f"{url}/metrics").text:
-            time.sleep(0.001)
+            assert client.is_alive(), answers
     client.join()
     assert answers[0].status_code == 503
     assert answers[0].json()["error"]["message"] == "the server ended before this request was finished. Send it again."
