@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.generation.tiny_models import tiny
-from tests.serving.in_process import model
+from tests.serving.models import model
 from unmask.generation.engine.engine import Engine
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.scheduler import Scheduler

@@ -22,7 +22,7 @@ def serve(
     host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once.")] = 8,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of what runs at once, padding included.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
     deterministic: Annotated[
@@ -51,13 +51,14 @@ def serve(
     from unmask.serving.app import AppSettings, make_app
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
+    from unmask.serving.middleware import LOOPBACK
     from unmask.serving.scheduler import Scheduler
-    from unmask.serving.server import is_loopback, make_server, open_port
+    from unmask.serving.server import make_server, open_port
 
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
-        loopback=is_loopback(host),
+        loopback=host in LOOPBACK,
         admin_key=os.environ.get(ADMIN_KEY) or None,
         weights_from=tuple(weights_from or ()),
         allow_origins=tuple(allow_origin or ()),

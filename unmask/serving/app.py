@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -19,10 +19,11 @@ from starlette.types import ASGIApp
 from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.errors import ConfigError
 from unmask.serving import weights
-from unmask.serving.limits import ApiKeys, Bodies, Limits, SameOrigin, SecurityHeaders
-from unmask.serving.metrics import CONTENT_TYPE, CountRequests, Metrics
+from unmask.serving.errors import add_error_handlers, error_response
+from unmask.serving.limits import Limits
+from unmask.serving.metrics import CountRequests, Metrics
+from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
 from unmask.serving.openai import routes
-from unmask.serving.openai.errors import add_error_handlers, error_response
 from unmask.serving.scheduler import Scheduler
 
 HEALTH = "/health"
@@ -91,7 +92,7 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
 
 def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
     """The application behind its middlewares; the last one here is the first to see a request."""
-    app = Bodies(app, settings.limits, log=settings.log_requests)
+    app = BodyLimits(app, settings.limits, log=settings.log_requests)
     app = ApiKeys(app, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
     if settings.allow_origins:
         app = CORSMiddleware(app, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -108,16 +109,9 @@ def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """What the server measures, for Prometheus."""
-        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _failed(_: Request, __: Exception) -> Response:
     """What nobody foresaw: the log has its traceback."""
     return error_response("the server failed to answer this request", 500)
-
-
-def schema_of(app: Any) -> FastAPI:
-    """The application within its middlewares."""
-    while not isinstance(app, FastAPI):
-        app = app.app
-    return app

@@ -47,7 +47,7 @@ class Job:
     """A function that needs the model."""
 
     function: Callable[[], Any]
-    alone: bool  # whether it waits until no sequence runs, and lets none enter before it
+    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
@@ -184,7 +184,7 @@ class Scheduler:
     async def between_steps(self, function: Callable[[], Result]) -> Result:
         """Run a function that needs the model in the engine's thread, between two steps. Errors as it raises, StoppedError, and
         OverloadedError if as many functions wait as sequences may."""
-        return await self._do(Job(function, alone=False))
+        return await self._do(Job(function, exclusive=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
         """Call `load` in the engine's thread once the submissions that have begun are finished. Those that wait get the new weights, unless
@@ -194,12 +194,12 @@ class Scheduler:
             load()
             self.version = version
 
-        await self._do(Job(replace, alone=True))
+        await self._do(Job(replace, exclusive=True))
 
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if sum(other.alone == job.alone for other in self._jobs) >= self.queue_size:
+            if sum(other.exclusive == job.exclusive for other in self._jobs) >= self.queue_size:
                 raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
@@ -291,7 +291,7 @@ class Scheduler:
         """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
             busy = self._running or self._again or any(entry.submission.begun for entry in self._queue)
-            if not self._jobs or (self._jobs[0].alone and busy):
+            if not self._jobs or (self._jobs[0].exclusive and busy):
                 return
             job = self._jobs.popleft()
         job.run()
@@ -315,7 +315,7 @@ class Scheduler:
         if self._again or any(entry.alone for entry in self._running.values()):
             return self._again.popleft() if not self._running else None
         with self._changed:
-            exclusive = bool(self._jobs and self._jobs[0].alone)
+            exclusive = bool(self._jobs and self._jobs[0].exclusive)
             entry = self._queue.pop(lambda entry: entry.submission.begun or not exclusive)
             if entry is not None:
                 entry.submission.begun = True
@@ -330,7 +330,7 @@ class Scheduler:
         deliveries: Deliveries = [self._finish(ticket, trace) for ticket, trace in finished]
         for ticket, entry in self._running.items():
             if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
-                self._see(entry)
+                self._measure_first_frame(entry)
                 deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
         self._failures = 0
         self._deliver(deliveries)
@@ -341,11 +341,11 @@ class Scheduler:
         self.metrics.tokens.inc(revealed)
         self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
         frame = entry.watched.last(trace) if entry.watched is not None else None
-        self._see(entry)
+        self._measure_first_frame(entry)
         return entry.submission, Event(entry.index, frame, trace, self.version)
 
-    def _see(self, entry: Entry) -> None:
-        """Measure the time to the first frame of a sequence that is watched."""
+    def _measure_first_frame(self, entry: Entry) -> None:
+        """The time to the first frame of a sequence that is watched."""
         if entry.watched is not None and not entry.seen:
             entry.seen = True
             self.metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)

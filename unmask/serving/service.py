@@ -82,7 +82,7 @@ class Work:
 
     request: Request
     config: SamplerConfig
-    frames: bool = False  # whether every step is wanted, else only the end
+    frames: bool = False  # whether every step is looked at, else only the end
 
 
 class Event(NamedTuple):

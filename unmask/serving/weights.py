@@ -17,8 +17,8 @@ from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.serving.limits import given_key, same
-from unmask.serving.openai.errors import OpenAIRoute
+from unmask.serving.errors import OpenAIRoute
+from unmask.serving.middleware import given_key, keys_match
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import ServiceError
 
@@ -54,7 +54,7 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
     """The route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
 
     async def check_key(request: Request) -> None:
-        if not same(given_key(request.headers.get("authorization", "")), admin_key):
+        if not keys_match(given_key(request.headers.get("authorization", "")), admin_key):
             raise AdminKeyError("the admin key is wrong or missing", where="authorization")
 
     router, roots = APIRouter(route_class=OpenAIRoute), [folder.resolve() for folder in folders]

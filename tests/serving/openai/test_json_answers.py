@@ -61,8 +61,7 @@ def test_in_company_and_in_streams_answers_fit_and_are_those_of_each_alone(servi
     formats += [({"type": "json_object"}, 4), ({"type": "text"}, 20)]
     common = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": 1.5, "seed": 1}
     bodies = [
-        common | {"response_format": wanted, "max_tokens": size, "stream": number % 2 == 0}
-        for number, (wanted, size) in enumerate(formats)
+        common | {"response_format": wanted, "max_tokens": size, "stream": number % 2 == 0} for number, (wanted, size) in enumerate(formats)
     ]
     scheduler = service("block_causal", 4)
     texts = asyncio.run(ask_all(scheduler, bodies))

@@ -14,7 +14,7 @@ from typing import Any
 
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
-from unmask.serving.openai.errors import error_of
+from unmask.serving.errors import error_of
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress

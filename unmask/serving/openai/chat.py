@@ -13,9 +13,9 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.data.encoding import encode_messages
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt
-from unmask.serving.openai.errors import check_depth
 from unmask.serving.openai.plans import Context, Plan, plan_prompts
 from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
 from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config

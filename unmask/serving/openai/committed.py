@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
 """What tokenizers write for the first bytes of a character whose last bytes are missing."""
-CLEANED = 4
+CLEANED_UP = 4
 """Characters at the end of a text that the next token may change, where a tokenizer removes spaces before punctuation."""
 
 
@@ -76,7 +76,7 @@ class CommittedText:
     def _settled(self, whole: str) -> str:
         """What the next token does not change."""
         settled = whole.rstrip(UNFINISHED)
-        return settled[: max(0, len(settled) - CLEANED)] if self.cleans_up else settled
+        return settled[: max(0, len(settled) - CLEANED_UP)] if self.cleans_up else settled
 
     def grow(self, whole: str, *, done: bool) -> str:
         """What is released of the text, of which `whole` is there now; `done`: nothing follows."""

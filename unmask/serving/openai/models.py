@@ -7,8 +7,8 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import NotFoundError
 from unmask.serving.limits import Limits
-from unmask.serving.openai.errors import NotFoundError
 from unmask.serving.service import Service
 
 

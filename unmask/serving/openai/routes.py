@@ -7,17 +7,17 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from unmask.generation.remote.protocol import model_facts
+from unmask.serving.errors import ErrorAnswer, OpenAIRoute
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
-from unmask.serving.openai.errors import ErrorAnswer, NotFoundError, OpenAIRoute
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
 from unmask.serving.openai.objects import ChatCompletion, EditCompletion, Infill, TextCompletion
@@ -28,11 +28,6 @@ from unmask.serving.service import Events, Service, time_limit_error
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
-NOT_SERVED = (
-    *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files", "fine_tuning", "images"),
-    *("moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos"),
-)
-"""Routes of OpenAI's that this server does not have."""
 STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model", 409: "The weights have another name"}
 STATUSES |= {429: "Too many requests wait", 503: "The server is ending", 504: "The time is over", "default": "Any other error"}
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
@@ -47,9 +42,6 @@ def make_router(service: Service, limits: Limits) -> APIRouter:
     _add_models(router, service, limits)
     _add_chat(router, service, limits)
     _add_texts(router, service, limits)
-    for name in NOT_SERVED:
-        for path in (f"/{name}", f"/{name}/{{rest:path}}"):
-            router.add_api_route(path, _not_served, methods=["GET", "POST", "DELETE"], response_model=None, include_in_schema=False)
     return router
 
 
@@ -166,8 +158,3 @@ def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, for its schema."""
     stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then [DONE]"}}}
     return {200: {"model": answer, "content": stream}, **ERRORS}
-
-
-async def _not_served(request: Request) -> NoReturn:
-    remedy = "It generates text: see /v1/models and docs/serving.md"
-    raise NotFoundError(f"{request.url.path} is not served", remedy=remedy)

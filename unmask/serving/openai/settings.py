@@ -11,8 +11,8 @@ from unmask.errors import ConfigError, GenerationError
 from unmask.generation.constraints.grammars import JSON
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import UnsupportedError, check_depth
 from unmask.serving.limits import Limits
-from unmask.serving.openai.errors import UnsupportedError, check_depth
 from unmask.serving.openai.requests import ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
 
 JSON_OBJECT = JSON.replace("start: value", "start: object")

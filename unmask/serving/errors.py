@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -124,16 +124,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
-        return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code, **dict(error.headers or {}))
+        path = request.url.path
+        if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):  # embeddings, images, ...
+            return error_response(f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404)
+        return error_response(f"{request.method} {path}: {error.detail}", error.status_code, **dict(error.headers or {}))
 
     app.add_exception_handler(StarletteHTTPException, answer)
-
-
-class OpenAIRoute(APIRoute):
-    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return answering_errors(super().get_route_handler())
 
 
 def check_depth(value: Any, where: str) -> None:
@@ -160,20 +156,23 @@ async def _check_body(request: Request) -> None:
         check_depth(value, name)
 
 
-def answering_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """A handler that answers what is wrong with a request."""
+class OpenAIRoute(APIRoute):
+    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
 
-    async def answer(request: Request) -> Response:
-        try:
-            await _check_body(request)
-            return await handler(request)
-        except RequestValidationError as error:
-            return refusal(error.errors(), error.body)
-        except StarletteHTTPException as error:
-            return error_response(str(error.detail), error.status_code)
-        except UnmaskError as error:
-            status, body = error_of(error)
-            headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
-            return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
 
-    return answer
+        async def answer(request: Request) -> Response:
+            try:
+                await _check_body(request)
+                return await handler(request)
+            except RequestValidationError as error:
+                return refusal(error.errors(), error.body)
+            except StarletteHTTPException as error:
+                return error_response(str(error.detail), error.status_code)
+            except UnmaskError as error:
+                status, body = error_of(error)
+                headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+                return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+
+        return answer
