@@ -179,7 +179,7 @@ class ServerBackend(RemoteBackend):
         `config.batch_size` prompts, and no more than the server lets wait. As many run at once as the server was started with."""
         if config.deterministic:
             what = "the sequences of all clients of a server share its forward passes"
-            raise GenerationError(what, where="deterministic", remedy="Leave it out, or use backend 'local'")
+            raise GenerationError(what, where="deterministic", remedy="Leave it out and start the server with --deterministic")
         requests = make_requests(self.lm, prompts, config, keys)
         order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
         chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
