@@ -32,8 +32,8 @@ from typer.testing import CliRunner
 
 import unmask as package
 from tests.helpers import REPOSITORY
-from tests.serving.in_process import StepService, make_app, served
-from tests.serving.openai.asking import post
+from tests.serving.openai.asking import app_of, post
+from tests.serving.servers import running, served
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
@@ -203,8 +203,8 @@ def give_words(words: list[str], *, run: bool) -> None:
 def send(words: list[str]) -> None:
     """Send the request of a `curl` to a server of a small model. It is not refused."""
     [address] = [urlsplit(word) for word in words if word.startswith("http")]
-    app = make_app(StepService(load("runs/sft/model"), "sft"))
-    response = asyncio.run(post(app, address.path.removeprefix("/v1/"), json.loads(words[words.index("-d") + 1])))
+    with running(load("runs/sft/model"), "sft") as scheduler:
+        response = asyncio.run(post(app_of(scheduler), address.path.removeprefix("/v1/"), json.loads(words[words.index("-d") + 1])))
     assert (address.netloc, response.status_code) == (SERVER, 200), response.text
 
 
@@ -306,7 +306,7 @@ def test_python_runs(page, here, monkeypatch):
 @contextlib.contextmanager
 def running_server() -> Iterator[str]:
     """Host and port of a server of a small model; the official client's connections are closed."""
-    with served(StepService(load("runs/sft/model"), "sft")) as url, warnings.catch_warnings():
+    with served(load("runs/sft/model"), name="sft") as url, warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield urlsplit(url).netloc
 

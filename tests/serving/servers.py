@@ -1,7 +1,8 @@
-"""`unmask serve` in the process of the tests."""
+"""`unmask serve` in the process of the tests, over a socket or without one."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -24,18 +25,30 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 
 @contextmanager
+def running(lm: DiffusionLM, name: str = "tiny", **scheduling: Any) -> Iterator[Scheduler]:
+    """A scheduler of this model, which nothing else may use meanwhile but through `between_steps`."""
+    scheduler = Scheduler(lm, name, **scheduling)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        asyncio.run(scheduler.stop(grace=0))
+
+
+@contextmanager
 def served(
     lm: DiffusionLM,
     settings: AppSettings | None = None,
     *,
+    name: str = "tiny",
     port: int = 0,
     connections: ConnectionLimits | None = None,
     keep_alive: int = 5,
     grace: float = 0.0,
     **scheduling: Any,
 ) -> Iterator[str]:
-    """The address of a server with this model, which clients know as `tiny`."""
-    scheduler = Scheduler(lm, "tiny", **scheduling)
+    """The address of a server with this model."""
+    scheduler = Scheduler(lm, name, **scheduling)
     app = make_app(scheduler, settings or AppSettings())
     server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
     with open_port("127.0.0.1", port) as listener:

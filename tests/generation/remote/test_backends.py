@@ -162,7 +162,8 @@ def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, answers = tiny(), iter([429, 429, 200])
-    monkeypatch.setattr(ServerBackend, "_served", lambda _: ("tiny", None, model_facts(lm)))
+    card = {"id": "tiny", "version": None, "facts": model_facts(lm), "limits": {"sequences": 256}}
+    monkeypatch.setattr(ServerBackend, "_served", lambda _: card)
 
     def full_at_first(path: str, body: Any) -> tuple[int, Any]:
         traces = unmask.generate(lm, body["prompt"], CONFIG, body["diffusion"]["keys"]).trace or []
@@ -179,7 +180,7 @@ def test_what_a_server_cannot_do_is_refused_before_it_is_asked(tmp_path: Path, m
     lm = tiny()
     with served(lm) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(GenerationError, match=r"deterministic: the sequences of all clients.*Leave it out, or use backend 'local'"):
+        with pytest.raises(GenerationError, match=r"deterministic: .*start the server with --deterministic"):
             server.generate(PROMPTS, CONFIG.model_copy(update={"deterministic": True}), KEYS)
         with pytest.raises(GenerationError, match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from"):
             server.sync(changed(lm), 0)

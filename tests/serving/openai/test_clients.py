@@ -13,7 +13,8 @@ import openai
 import pytest
 
 import unmask
-from tests.serving.in_process import StepService, model, served
+from tests.serving.models import make_model, model
+from tests.serving.servers import served
 from unmask.config.run import SamplerConfig
 
 pytest.importorskip("outlines_core")
@@ -30,8 +31,8 @@ QUESTION = [{"role": "user", "content": "Is it raining in Oslo?"}]
 
 @pytest.fixture(scope="module")
 def url():
-    with served(StepService(model("block_causal", 4, eos_bias=1.0))) as address:
-        yield address
+    with served(make_model("block_causal", 4, eos_bias=1.0)) as address:
+        yield f"{address}/v1"
 
 
 @pytest.fixture(scope="module")

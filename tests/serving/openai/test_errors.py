@@ -9,8 +9,10 @@ import math
 import pydantic
 import pytest
 
-from tests.serving.in_process import StepService, make_app, model
-from tests.serving.openai.asking import answer, ask, chunks_of, post
+from tests.serving.models import make_model
+from tests.serving.openai.asking import answer, app_of, ask, chunks_of, post
+from tests.serving.servers import running
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
 from unmask.serving.openai import plans
 from unmask.serving.openai.json_text import to_json
@@ -81,7 +83,7 @@ REFUSED = [
     ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
     ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
-    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is not a known field"),
+    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is a setting of the server"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold", "contradict"),
     ("chat/completions", CHAT | {"diffusion": {"constraint": {}}}, "diffusion.constraint", "says nothing"),
@@ -112,8 +114,8 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("path, body, param, message", REFUSED, ids=[f"{number}-{case[2]}" for number, case in enumerate(REFUSED)])
-def test_what_is_refused(path, body, param, message):
-    response = ask(StepService(model()), path, **body)
+def test_what_is_refused(path, body, param, message, service):
+    response = ask(service(), path, **body)
     error = response.json()["error"]
     assert response.status_code == (404 if param == "model" else 400), error
     assert {*error} == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
@@ -123,12 +125,11 @@ def test_what_is_refused(path, body, param, message):
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "modalities": ["text"], "stop": None}
 
 
-def test_what_changes_nothing_is_accepted():
-    service = StepService(model())
+def test_what_changes_nothing_is_accepted(service):
     asked = CHAT | {"seed": 1, "user": "someone"}
     assert (
-        answer(service, "chat/completions", **asked, **NEUTRAL, audio=None)["choices"]
-        == answer(service, "chat/completions", **asked)["choices"]
+        answer(service(), "chat/completions", **asked, **NEUTRAL, audio=None)["choices"]
+        == answer(service(), "chat/completions", **asked)["choices"]
     )
 
 
@@ -136,8 +137,8 @@ def test_what_changes_nothing_is_accepted():
     "body, message",
     [(b"{", "not JSON"), (b"[]", "valid dictionary"), (b"", ""), (b'"\\ud800"', ""), (b"\xff", ""), (b"[" * 100_000, ""), (b"null", "")],
 )
-def test_a_body_that_is_no_request(body, message):
-    response = asyncio.run(post(make_app(StepService(model())), "completions", body))
+def test_a_body_that_is_no_request(body, message, service):
+    response = asyncio.run(post(app_of(service()), "completions", body))
     assert response.status_code == 400 and message in response.json()["error"]["message"]
 
 
@@ -153,8 +154,8 @@ def test_a_body_that_is_no_request(body, message):
         ("chat/completions", lambda text: CHAT | {"logit_bias": {text: 1}}),
     ],
 )
-def test_half_a_character_is_refused(path, body, text):
-    assert ask(StepService(model()), path, **body(text)).status_code in (400, 404)
+def test_half_a_character_is_refused(path, body, text, service):
+    assert ask(service(), path, **body(text)).status_code in (400, 404)
 
 
 def nested(depth: int) -> list:
@@ -184,8 +185,8 @@ DEEP = [
 
 
 @pytest.mark.parametrize("more, param", DEEP, ids=range(len(DEEP)))
-def test_what_is_nested_too_deep(more, param):
-    response = ask(StepService(model()), "chat/completions", **CHAT | more)
+def test_what_is_nested_too_deep(more, param, service):
+    response = ask(service(), "chat/completions", **CHAT | more)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
@@ -199,20 +200,18 @@ def test_what_is_nested_too_deep(more, param):
         ("infill", {"text": "a<gap>b", "n": 3}, "n"),
     ],
 )
-def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, monkeypatch):
-    lm = model()
+def test_what_is_too_much_is_refused_before_it_is_encoded(path, body, param, service, monkeypatch):
     for name in ("encode_prompt", "encode_completion"):
         monkeypatch.setattr(plans, name, lambda *_: pytest.fail("was encoded"))
-    response = ask(StepService(lm), path, Limits(sequences=8, n=2), **body)
+    response = ask(service(), path, Limits(sequences=8, n=2), **body)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
 @pytest.mark.parametrize("path, body", [("completions", {"prompt": "a" * 60, "max_tokens": 5}), ("infill", {"text": "a" * 65 + "<gap>b"})])
-def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(path, body, monkeypatch):
-    service = StepService(model())
-    assert ask(service, path, Limits(length=64), **body).status_code == 200
-    monkeypatch.setattr(type(service.lm), "context_length", None)
-    response = ask(service, path, Limits(length=64), **body)
+def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_context(path, body, service, monkeypatch):
+    assert ask(service(), path, Limits(length=64), **body).status_code == 200
+    monkeypatch.setattr(DiffusionLM, "context_length", None)
+    response = ask(service(), path, Limits(length=64), **body)
     assert response.status_code == 400 and response.json()["error"]["param"] == "prompt", response.text
 
 
@@ -256,12 +255,12 @@ def test_of_many_errors_in_a_body_few_are_told(request_type, body):
         {"tools": [{"type": "function", "function": {"name": "f", "description": None, "strict": None, "parameters": None}}]},
     ],
 )
-def test_null_is_the_same_as_leaving_a_field_out(more):
-    answer(StepService(model()), "chat/completions", **CHAT | more)
+def test_null_is_the_same_as_leaving_a_field_out(more, service):
+    answer(service(), "chat/completions", **CHAT | more)
 
 
-def test_routes_and_methods_that_are_not_there():
-    app = make_app(StepService(model()))
+def test_routes_and_methods_that_are_not_there(service):
+    app = app_of(service())
     for path in ("embeddings", "images/generations", "audio/speech", "nothing"):
         response = asyncio.run(post(app, path, {}))
         assert response.status_code == 404 and f"/v1/{path}" in response.json()["error"]["message"]
@@ -269,46 +268,61 @@ def test_routes_and_methods_that_are_not_there():
     assert response.status_code == 405 and response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_no_answer_names_a_path(monkeypatch):
-    lm = model("causal")
-    monkeypatch.setattr(lm.tokenizer, "chat_template", None)
-    monkeypatch.setattr(lm.tokenizer, "name_or_path", "/secret/folder")
-    response = ask(StepService(lm), "chat/completions", **CHAT)
+def test_no_answer_names_a_path(service, monkeypatch):
+    tokenizer = service().lm.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    monkeypatch.setattr(tokenizer, "name_or_path", "/secret/folder")
+    response = ask(service(), "chat/completions", **CHAT)
     assert response.status_code == 400 and "no chat template" in response.text and "/secret" not in response.text
 
 
-def test_a_full_queue_says_when_to_come_back(monkeypatch):
-    service = StepService(model())
-
+def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
     def refuse(*_, **__):
         raise OverloadedError("the queue is full", remedy="Try later", retry_after=7)
 
-    monkeypatch.setattr(service, "submit", refuse)
+    monkeypatch.setattr(service(), "submit", refuse)
     for stream in (False, True):
-        response = ask(service, "completions", **TEXT, stream=stream)
+        response = ask(service(), "completions", **TEXT, stream=stream)
         assert response.status_code == 429 and response.headers["retry-after"] == "7"
         assert response.json()["error"]["code"] == "rate_limit_exceeded"
 
 
 def test_other_weights():
-    service = StepService(model(), version="step-3")
-    assert answer(service, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
-    response = ask(service, "completions", **TEXT, diffusion={"version": "step-4"})
+    with running(make_model()) as scheduler:
+        asyncio.run(scheduler.replace_weights(lambda: None, "step-3"))
+        assert answer(scheduler, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
+        response = ask(scheduler, "completions", **TEXT, diffusion={"version": "step-4"})
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
+
+
+class Generated:
+    """The events of a submission, from a generator."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def __aiter__(self):
+        return self.events
+
+    async def ready(self):
+        pass
+
+    async def aclose(self):
+        await self.events.aclose()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
-    service = StepService(model(), version="old")
-    submit = service.submit
+    with running(make_model()) as scheduler:
+        submit = scheduler.submit
 
-    async def replaced(*given, **more):
-        service.version = "new"
-        async for event in submit(*given, **more):
-            yield event._replace(version=service.version)
+        async def replaced(*given, **more):
+            await scheduler.replace_weights(lambda: None, "new")
+            async for event in submit(*given, **more):
+                yield event
 
-    monkeypatch.setattr(service, "submit", replaced)
-    response = ask(service, "completions", **TEXT, stream=stream)
+        monkeypatch.setattr(scheduler, "submit", lambda *given, **more: Generated(replaced(*given, **more)))
+        response = ask(scheduler, "completions", **TEXT, stream=stream)
     for each in chunks_of(response) if stream else [response.json()]:
         assert each["system_fingerprint"] == "new", each
 
@@ -316,8 +330,8 @@ def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
 @pytest.mark.parametrize(
     "more, param", [({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"response_format": FORMAT}, "response_format")]
 )
-def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param):
-    response = ask(StepService(model()), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
+def test_a_constraint_that_is_too_large_is_named_as_it_was_given(more, param, service):
+    response = ask(service(), "chat/completions", Limits(schema_bytes=100), **CHAT | more)
     assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
 
 
@@ -325,24 +339,23 @@ def test_what_is_not_finite_is_null():
     assert to_json({"a": [math.nan, (-math.inf, 1.5)]}) == '{"a": [null, [null, 1.5]]}'
 
 
-def test_an_error_after_the_first_chunk_is_the_last_event(monkeypatch):
-    service = StepService(model("block_causal", 4))
-    submit = service.submit
+def test_an_error_after_the_first_chunk_is_the_last_event(service, monkeypatch):
+    scheduler = service("block_causal", 4)
+    submit = scheduler.submit
 
     async def fail(*given, **more):
         async for event in submit(*given, **more):
             yield event
             raise OverloadedError("lost")
 
-    monkeypatch.setattr(service, "submit", fail)
-    response = ask(service, "completions", **TEXT, stream=True)
+    monkeypatch.setattr(scheduler, "submit", lambda *given, **more: Generated(fail(*given, **more)))
+    response = ask(scheduler, "completions", **TEXT, stream=True)
     assert response.status_code == 200
     last = response.text.strip().split("\n\n")[-1]
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "lost"
 
 
-def test_limits_of_the_server():
-    service = StepService(model())
+def test_limits_of_the_server(service):
     limits = Limits(max_tokens=8, n=2, steps=4, schema_bytes=40)
     for more, param in (
         ({"max_tokens": 9}, "max_tokens"),
@@ -350,13 +363,20 @@ def test_limits_of_the_server():
         ({"max_tokens": 8, "diffusion": {"steps": 5}}, "diffusion.steps"),
         ({"diffusion": {"constraint": {"regex": "a" * 40}}}, "diffusion.constraint"),
     ):
-        response = ask(service, "completions", limits, **TEXT | more)
+        response = ask(service(), "completions", limits, **TEXT | more)
         assert response.status_code == 400 and response.json()["error"]["param"] == param, response.text
-    assert ask(service, "completions", limits, prompt="a", max_tokens=8, n=2, diffusion={"steps": 4}).status_code == 200
+    assert ask(service(), "completions", limits, prompt="a", max_tokens=8, n=2, diffusion={"steps": 4}).status_code == 200
 
 
-def test_time_limits_and_priorities_reach_the_service():
-    service = StepService(model())
-    ask(service, "completions", Limits(timeout=50.0), **TEXT)
-    ask(service, "completions", Limits(timeout=50.0), **TEXT, diffusion={"timeout": 3, "priority": 2})
-    assert [each[1:] for each in service.submitted] == [(0, 50.0), (2, 3)]
+def test_time_limits_and_priorities_reach_the_scheduler(service, monkeypatch):
+    scheduler, submitted = service(), []
+    submit = scheduler.submit
+
+    def note(work, **options):
+        submitted.append((options["priority"], options["timeout"]))
+        return submit(work, **options)
+
+    monkeypatch.setattr(scheduler, "submit", note)
+    for asked in ({}, {"timeout": 3, "priority": 2}):
+        assert ask(scheduler, "completions", Limits(timeout=50.0), **TEXT, diffusion=asked).status_code == 200
+    assert submitted == [(0, 50.0), (2, 3)]

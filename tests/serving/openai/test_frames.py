@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import unmask
-from tests.serving.in_process import StepService, model
+from tests.serving.models import model
 from tests.serving.openai.asking import answer, stream
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import SPECIAL
@@ -52,12 +52,13 @@ def replayed(chunks: list[Any], index: int = 0) -> tuple[list[str | None], str, 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
-def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path):
+def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path, service):
     lm = model(attention, block_size, eos_bias=2.0)
     prompt = "abc" if path == "completions" else [{"role": "user", "content": "abc"}]
     named = {"prompt": prompt} if path == "completions" else {"messages": prompt}
     settings = {"temperature": 1.0, "seed": 7, "max_tokens": 16}
-    chunks = stream(StepService(lm), path, **named, **settings, n=2, diffusion={"stream": "frames"})
+    scheduler = service(attention, block_size, eos_bias=2.0)
+    chunks = stream(scheduler, path, **named, **settings, n=2, diffusion={"stream": "frames"})
     expected = unmask.generate(lm, [prompt] * 2, SamplerConfig(max_new_tokens=16, temperature=1.0, seed=7, trace=True))
     for index in range(2):
         canvas, text, last, frames = replayed(chunks, index)
@@ -72,11 +73,11 @@ def test_frames_replay_to_the_canvas_of_generate(attention, block_size, path):
         assert [frame["step"] for frame in frames] == list(range(1, len(frames) + 1))
 
 
-def test_the_canvas_of_a_text_with_gaps_is_the_whole_text():
+def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
     lm = model()
     mask = lm.tokenizer.mask_token
     asked = {"text": f"ab{mask}{mask}cd{mask}", "temperature": 1.0, "seed": 2}
-    chunks = stream(StepService(lm), "infill", **asked, diffusion={"stream": "frames"})
+    chunks = stream(service(), "infill", **asked, diffusion={"stream": "frames"})
     first = chunks[0]["diffusion"]["canvas"]["tokens"]
     assert first == ["<s>", "a", "b", None, None, "c", "d", None]
     canvas, text, last, _ = replayed(chunks)
@@ -84,9 +85,9 @@ def test_the_canvas_of_a_text_with_gaps_is_the_whole_text():
     assert "".join(canvas[1:]) == text == last["text"] == expected
 
 
-def test_tokens_that_are_hidden_again():
+def test_tokens_that_are_hidden_again(service):
     settings = {"max_tokens": 12, "temperature": 1.0, "seed": 1, "n": 2}
-    chunks = stream(StepService(model()), "completions", prompt="ab", **settings, diffusion={"stream": "frames", "remask": 0.5, "steps": 6})
+    chunks = stream(service(), "completions", prompt="ab", **settings, diffusion={"stream": "frames", "remask": 0.5, "steps": 6})
     for index in range(2):
         canvas, text, last, frames = replayed(chunks, index)
         assert any(frame["hidden"] for frame in frames)
@@ -94,17 +95,17 @@ def test_tokens_that_are_hidden_again():
 
 
 @pytest.mark.parametrize("count", [pytest.param(100, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.nightly)])
-def test_random_requests(count):
+def test_random_requests(count, service):
     """Of all models, routes and settings at random: frames replay to the text of the same request without a stream."""
     draw = random.Random(0)
-    services = [StepService(model(*pattern, eos_bias=draw.choice([0.0, 3.0]))) for pattern in PATTERNS]
+    schedulers = [service(*pattern, eos_bias=draw.choice([0.0, 3.0])) for pattern in PATTERNS]
     for _ in range(count):
-        service = draw.choice(services)
-        path, asked = random_request(draw, service.lm)
-        whole = answer(service, path, **asked, seed=draw.randrange(100))
+        scheduler = draw.choice(schedulers)
+        path, asked = random_request(draw, scheduler.lm)
+        whole = answer(scheduler, path, **asked, seed=draw.randrange(100))
         asked["seed"] = whole["diffusion"]["seed"]
         asked["diffusion"] = {**asked.get("diffusion", {}), "stream": "frames"}
-        chunks = stream(service, path, **asked)
+        chunks = stream(scheduler, path, **asked)
         for index, choice in enumerate(whole["choices"]):
             canvas, text, last, _ = replayed(chunks, index)
             expected = choice["message"]["content"] if "message" in choice else choice["text"]

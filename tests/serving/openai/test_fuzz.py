@@ -10,10 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.serving.in_process import StepService, make_app, model
-from tests.serving.openai.asking import answer, post
+import unmask
+from tests.serving.models import model
+from tests.serving.openai.asking import answer, app_of, idle, post
+from unmask.config.run import SamplerConfig
 from unmask.serving.openai.requests import DiffusionSettings
+from unmask.serving.scheduler import Scheduler
 
+PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 COMMON = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 1, "n": 1, "stop": ["x"], "logit_bias": {"5": -100}, "stream": False}
 COMMON |= {
@@ -104,9 +108,9 @@ def mutated(draw: random.Random, body: dict[str, Any]) -> Any:
     return body
 
 
-async def survive(draw: random.Random, services: list[StepService], count: int) -> dict[int, int]:
+async def survive(draw: random.Random, schedulers: list[Scheduler], count: int) -> dict[int, int]:
     """How often each status was the answer to mutated bodies."""
-    apps, statuses = [make_app(service) for service in services], dict[int, int]()
+    apps, statuses = [*map(app_of, schedulers)], dict[int, int]()
     for _ in range(count):
         path = draw.choice([*BODIES])
         body = mutated(draw, {"model": "tiny", **draw.choice(BODIES[path])})
@@ -119,13 +123,11 @@ async def survive(draw: random.Random, services: list[StepService], count: int) 
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
-def test_mutated_bodies_are_answered_or_refused(count):
-    services = [StepService(model()), StepService(model("block_causal", 4)), StepService(model("causal"))]
-    statuses = asyncio.run(survive(random.Random(count), services, count))
+def test_mutated_bodies_are_answered_or_refused(count, service):
+    schedulers = [service(*pattern) for pattern in PATTERNS]
+    statuses = asyncio.run(survive(random.Random(count), schedulers, count))
     assert statuses[200] > count / 20 and statuses[400] > count / 4
-    for service in services:
-        assert not service.engine.running and not service.engine.waiting
-        fresh = StepService(service.lm)
-        asked = {"prompt": "ab", "max_tokens": 5, "seed": 1}
-        service.engine, service._task = service.engine, None
-        assert answer(service, "completions", **asked)["choices"] == answer(fresh, "completions", **asked)["choices"]
+    for pattern, scheduler in zip(PATTERNS, schedulers, strict=True):
+        assert idle(scheduler) and scheduler.healthy
+        [choice] = answer(scheduler, "completions", prompt="ab", max_tokens=5, seed=1)["choices"]
+        assert choice["text"] == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]

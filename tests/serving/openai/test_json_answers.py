@@ -9,8 +9,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from tests.serving.in_process import StepService, make_app, model
-from tests.serving.openai.asking import post
+from tests.serving.openai.asking import app_of, chunks_of, post
+from unmask.serving.scheduler import Scheduler
 
 pytest.importorskip("outlines_core")
 NAME = {"type": "string", "maxLength": 6}
@@ -23,9 +23,9 @@ SCHEMAS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-async def check(count: int) -> int:
+async def check(schedulers: list[Scheduler], count: int) -> int:
     """Ask so many times for each schema, four answers each."""
-    checked, apps = 0, [make_app(StepService(model(*pattern))) for pattern in (("block_causal", 4), ("bidirectional", None))]
+    checked, apps = 0, [*map(app_of, schedulers)]
     for seed in range(count):
         for number, (schema, size) in enumerate(SCHEMAS):
             wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
@@ -42,5 +42,29 @@ async def check(count: int) -> int:
 @pytest.mark.parametrize(
     "count", [2, pytest.param(50, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)], ids=["few", "1,000", "10,000"]
 )
-def test_every_answer_fits_its_schema(count):
-    assert asyncio.run(check(count)) == 4 * count * len(SCHEMAS)
+def test_every_answer_fits_its_schema(count, service):
+    assert asyncio.run(check([service("block_causal", 4), service()], count)) == 4 * count * len(SCHEMAS)
+
+
+async def ask_all(scheduler: Scheduler, bodies: list[dict[str, Any]]) -> list[str]:
+    """The texts of the answers to requests that are sent together."""
+    answers = await asyncio.gather(*(post(app_of(scheduler), "chat/completions", body) for body in bodies))
+    texts = []
+    for body, response in zip(bodies, answers, strict=True):
+        choices = [chunk["choices"][0] for chunk in (chunks_of(response) if body["stream"] else [response.json()])]
+        texts.append("".join(choice.get("delta", choice.get("message")).get("content") or "" for choice in choices))
+    return texts
+
+
+def test_in_company_and_in_streams_answers_fit_and_are_those_of_each_alone(service):
+    formats = [({"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, size) for schema, size in SCHEMAS]
+    formats += [({"type": "json_object"}, 4), ({"type": "text"}, 20)]
+    common = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": 1.5, "seed": 1}
+    bodies = [
+        common | {"response_format": wanted, "max_tokens": size, "stream": number % 2 == 0} for number, (wanted, size) in enumerate(formats)
+    ]
+    scheduler = service("block_causal", 4)
+    texts = asyncio.run(ask_all(scheduler, bodies))
+    for text, (schema, _) in zip(texts, [*SCHEMAS, ({"type": "object"}, 4)], strict=False):
+        jsonschema.validate(json.loads(text), schema)
+    assert texts == [asyncio.run(ask_all(scheduler, [body]))[0] for body in bodies]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.serving.in_process import model
+from tests.serving.models import model
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
 from unmask.serving.openai.tools import HERMES, Call, CallFormat, CallReader, call_format, check_renders_tools

@@ -1,0 +1,92 @@
+"""Requests as editor plugins send them, unchanged but for the model's name, and what the plugins read of the answers."""
+
+from __future__ import annotations
+
+import unmask
+from tests.serving.models import model
+from tests.serving.openai.asking import answer, ask, stream
+from unmask.config.run import SamplerConfig
+from unmask.serving.openai.edits import edit_prompt, edited_region
+
+PREFIX = "def mean(values):\n    total = "
+SUFFIX = "\n    return total / len(values)\n"
+CONTINUE = {  # streams of its provider `inception`, from /v1/completions, with the penalty that it has by default
+    "model": "tiny",
+    "prompt": PREFIX,
+    "suffix": SUFFIX,
+    "max_tokens": 16,
+    "temperature": 0,
+    "presence_penalty": 1.5,
+    "stop": ["<|endoftext|>", "\n\n", "\n \n"],
+}
+LITELLM = {"model": "tiny", "prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12, "stop": ["\n\n"], "stream": False}
+MISTRAL = {  # streams of plugins for Codestral, from /v1/fim/completions
+    "model": "tiny",
+    "prompt": PREFIX,
+    "suffix": SUFFIX,
+    "max_tokens": 12,
+    "temperature": 0.2,
+    "top_p": 0.95,
+    "stop": ["\n\n", ";"],
+}
+ZED = """<|recently_viewed_code_snippets|>
+<|recently_viewed_code_snippet|>
+code_snippet_file_path: src/units.py
+KELVIN = 273.15
+<|/recently_viewed_code_snippet|>
+<|/recently_viewed_code_snippets|>
+<|current_file_content|>
+current_file_path: src/weather.py
+from units import KELVIN
+
+<|code_to_edit|>
+def celsius(kelvin):
+    return kelvin - <|cursor|>
+<|/code_to_edit|>
+<|/current_file_content|>
+<|edit_diff_history|>
+--- a/src/weather.py
++++ b/src/weather.py
+@@ -1,2 +1,4 @@
+ from units import KELVIN
+
++def celsius(kelvin):
++    return kelvin - 
+<|/edit_diff_history|>
+"""
+
+
+def filled(size: int, stops: list[str], **sampling: float) -> str:
+    """The gap between prefix and suffix, filled in process and cut at the first stop string."""
+    config = SamplerConfig(**sampling)
+    [text] = unmask.infill(model(), [f"{PREFIX}<gap>{SUFFIX}"], config, length="search", max_gap=size).texts
+    middle = text.removeprefix(PREFIX).removesuffix(SUFFIX)
+    return middle[: min([middle.find(stop) for stop in stops if stop in middle], default=len(middle))]
+
+
+def test_a_completion_of_continue(service):
+    penalty = ask(service(), "completions", **CONTINUE)
+    assert penalty.status_code == 400 and penalty.json()["error"]["param"] == "presence_penalty"
+    chunks = stream(service(), "completions", **CONTINUE | {"presence_penalty": 0})  # as a user of Continue may set it
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == filled(16, CONTINUE["stop"])
+
+
+def test_a_completion_that_litellm_sends_for_inception(service):
+    [choice] = answer(service(), "fim/completions", **LITELLM)["choices"]
+    assert choice["text"] == filled(12, LITELLM["stop"])
+
+
+def test_a_completion_as_of_mistral(service):
+    chunks = stream(service(), "fim/completions", **MISTRAL, seed=4)
+    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+    assert text == filled(12, MISTRAL["stop"], temperature=0.2, top_p=0.95, seed=4)
+
+
+def test_an_edit_of_zed(service):
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": ZED}], "stream": False, "max_completion_tokens": None}
+    [choice] = answer(service("block_causal", 4), "edit/completions", **asked)["choices"]
+    content = choice["message"]["content"]
+    assert content.startswith("```\n") and content.endswith("\n```")
+    lm = model("block_causal", 4)
+    [expected] = unmask.generate(lm, [edit_prompt(ZED)], SamplerConfig()).texts
+    assert content == edited_region(expected)
