@@ -40,7 +40,7 @@ async def check(schedulers: list[Scheduler], count: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "count", [2, pytest.param(50, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)], ids=["few", "1,000", "10,000"]
+    "count", [1, pytest.param(50, marks=pytest.mark.slow), pytest.param(500, marks=pytest.mark.nightly)], ids=["few", "1,000", "10,000"]
 )
 def test_every_answer_fits_its_schema(count, service):
     assert asyncio.run(check([service("block_causal", 4), service()], count)) == 4 * count * len(SCHEMAS)
@@ -61,8 +61,7 @@ def test_in_company_and_in_streams_answers_fit_and_are_those_of_each_alone(servi
     formats += [({"type": "json_object"}, 4), ({"type": "text"}, 20)]
     common = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "temperature": 1.5, "seed": 1}
     bodies = [
-        common | {"response_format": wanted, "max_tokens": size, "stream": number % 2 == 0}
-        for number, (wanted, size) in enumerate(formats)
+        common | {"response_format": wanted, "max_tokens": size, "stream": number % 2 == 0} for number, (wanted, size) in enumerate(formats)
     ]
     scheduler = service("block_causal", 4)
     texts = asyncio.run(ask_all(scheduler, bodies))
