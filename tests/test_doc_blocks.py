@@ -192,7 +192,7 @@ def give_words(words: list[str], *, run: bool) -> None:
     elif name == "lmdeploy":
         assert words[1:3] == ["serve", "api_server"] and flags_of(words) <= LMDEPLOY
     elif name == "export":  # of a variable
-        assert is_variable(words, 1)
+        assert all(is_variable(words[1:], index) for index in range(len(words) - 1))
     elif name in ("pytest", "apt-get"):
         assert all((REPOSITORY / word.rstrip(";")).exists() for word in words if word.startswith("tests/"))
     elif name == "curl":

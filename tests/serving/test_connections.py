@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tests.serving.servers import connect, read_all
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
-from unmask.serving.limits import Bodies, Limits
+from unmask.serving.limits import Limits
+from unmask.serving.middleware import BodyLimits
 from unmask.serving.server import open_port
 
 HEAD = b"POST /large HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
@@ -111,14 +112,14 @@ def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
 
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
-    app = Bodies(application, Limits(body_seconds=0.2, body_bytes=1000))
+    app = BodyLimits(application, Limits(body_seconds=0.2, body_bytes=1000))
     with listening(app) as (url, _), connect(url) as slow:
         slow.sendall(HEAD + b"\r\na")
         assert read_all(slow).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_large_body_in_chunks_is_answered_before_its_end() -> None:
-    app = Bodies(application, Limits(body_bytes=1000))
+    app = BodyLimits(application, Limits(body_bytes=1000))
     with listening(app) as (url, _), connect(url) as large:
         large.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(3):

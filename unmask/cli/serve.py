@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -22,9 +22,12 @@ def serve(
     host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences that run at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once.")] = 8,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of what runs at once, padding included.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Compute every sequence separately: company changes no last bit of an answer; slow.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most new tokens, and denoising steps, that a request may ask for.")] = 4096,
     max_answers: Annotated[int, typer.Option(min=1, help="The most answers to a prompt (n).")] = 16,
     max_connections: Annotated[int, typer.Option(min=1, help="The most connections at once.")] = 512,
@@ -48,13 +51,14 @@ def serve(
     from unmask.serving.app import AppSettings, make_app
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
+    from unmask.serving.middleware import LOOPBACK
     from unmask.serving.scheduler import Scheduler
-    from unmask.serving.server import is_loopback, make_server, open_port
+    from unmask.serving.server import make_server, open_port
 
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
-        loopback=is_loopback(host),
+        loopback=host in LOOPBACK,
         admin_key=os.environ.get(ADMIN_KEY) or None,
         weights_from=tuple(weights_from or ()),
         allow_origins=tuple(allow_origin or ()),
@@ -64,9 +68,8 @@ def serve(
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with open_port(host, port) as listener:
         lm = load(model.path, **model.load_arguments())
-        scheduler = Scheduler(
-            lm, name or name_of(model.path), batch_size=batch_size, max_batch_tokens=max_batch_tokens, queue_size=queue_size
-        )
+        most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
+        scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
         server = make_server(make_app(scheduler, settings), scheduler, connections=ConnectionLimits(max_connections), grace=grace)
         address = listener.getsockname()
         typer.echo(f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{address[0]}:{address[1]}")

@@ -49,7 +49,9 @@ with warnings.catch_warnings():
                 raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
             try:
                 self.model_dump_json()
-            except PydanticSerializationError:
+            except PydanticSerializationError as error:
+                if "surrogate" not in str(error):
+                    raise ConfigError("is nested too deeply", where=self.kind, remedy="Write it flatter") from None
                 raise ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8") from None
             if isinstance(self.json_schema, str):
                 self.schema_object()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
@@ -18,10 +19,11 @@ from starlette.types import ASGIApp
 from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.errors import ConfigError
 from unmask.serving import weights
-from unmask.serving.limits import ApiKeys, Bodies, Limits, SameOrigin, SecurityHeaders
-from unmask.serving.metrics import CONTENT_TYPE, CountRequests, Metrics
+from unmask.serving.errors import add_error_handlers, error_response
+from unmask.serving.limits import Limits
+from unmask.serving.metrics import CountRequests, Metrics
+from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
 from unmask.serving.openai import routes
-from unmask.serving.openai.errors import add_error_handlers, error_response
 from unmask.serving.scheduler import Scheduler
 
 HEALTH = "/health"
@@ -53,9 +55,18 @@ class AppSettings:
         if self.weights_from and not self.admin_key:
             remedy = f"Set {ADMIN_KEY} to a secret of those who may replace the weights"
             raise ConfigError("weights may be replaced only with a key of its own", where="--weights-from", remedy=remedy)
+        for origin in self.allow_origins:
+            if not is_origin(origin):
+                remedy = "Give scheme, name and port as browsers send them, such as https://example.org"
+                raise ConfigError(f"{origin!r} is not the origin of a site", where="--allow-origin", remedy=remedy)
         if not self.loopback and not self.api_keys:
             remedy = f"Set {API_KEY} to a secret that clients send, or use --host 127.0.0.1"
             raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin as browsers send it: a scheme, a name and perhaps a port, in lower case."""
+    return re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?", text) is not None
 
 
 def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
@@ -81,7 +92,7 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
 
 def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
     """The application behind its middlewares; the last one here is the first to see a request."""
-    app = Bodies(app, settings.limits, log=settings.log_requests)
+    app = BodyLimits(app, settings.limits, log=settings.log_requests)
     app = ApiKeys(app, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
     if settings.allow_origins:
         app = CORSMiddleware(app, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
@@ -98,16 +109,9 @@ def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """What the server measures, for Prometheus."""
-        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _failed(_: Request, __: Exception) -> Response:
     """What nobody foresaw: the log has its traceback."""
     return error_response("the server failed to answer this request", 500)
-
-
-def schema_of(app: Any) -> FastAPI:
-    """The application within its middlewares."""
-    while not isinstance(app, FastAPI):
-        app = app.app
-    return app

@@ -7,13 +7,10 @@ from time import perf_counter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 OTHER = "other"
 """The label of a path that is no route: clients may not make up labels."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-METHODS = {"GET", "POST"}
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class Metrics:
@@ -39,7 +36,7 @@ class Metrics:
         )
 
     def text(self) -> bytes:
-        """All figures, for a scraper; of `CONTENT_TYPE`."""
+        """All figures, for a scraper."""
         return generate_latest(self.registry)
 
 

@@ -15,8 +15,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field, replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -27,31 +27,19 @@ from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
-from unmask.serving.submission import Events, Submission
+from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.side_work import SideWork
+from unmask.serving.submission import Entry, Events, Submission
 
 logger = logging.getLogger(__name__)
 RECENT = 64
 """Sequences over whose ends the throughput is measured."""
 LONGEST_RETRY = 300  # seconds
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
+ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
+MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
-
-
-@dataclass(eq=False)
-class Entry:
-    """A sequence that waits or runs."""
-
-    submission: Submission
-    index: int  # in the submission
-    watched: Watched | None
-    seen: bool = False  # whether its first frame has been made
-    alone: bool = False  # whether it runs by itself, as a step with others has failed
-
-    @property
-    def work(self) -> Work:
-        return self.submission.work[self.index]
 
 
 @dataclass
@@ -59,7 +47,7 @@ class Job:
     """A function that needs the model."""
 
     function: Callable[[], Any]
-    alone: bool  # whether it waits until no sequence runs, and lets none enter before it
+    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
@@ -83,6 +71,7 @@ class Scheduler:
         batch_size: the most sequences that run at once.
         max_batch_tokens: as of `Engine`.
         queue_size: the most sequences that wait.
+        deterministic: whether every sequence is computed separately, so that company does not change the last bits of its answer.
 
     Attributes:
         on_end: is called in the engine's thread when that ends, because it was stopped or because no new engine could be made.
@@ -96,13 +85,15 @@ class Scheduler:
         batch_size: int = 8,
         max_batch_tokens: int | None = None,
         queue_size: int = 256,
+        deterministic: bool = False,
         metrics: Metrics | None = None,
     ):
-        self.lm, self.name, self.queue_size = lm, name, queue_size
+        self.lm, self.name, self.queue_size, self.deterministic = lm, name, queue_size, deterministic
         self.version: str | None = None
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
         self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
+        self._aside, self._searches = SideWork(ASIDE_AT_ONCE, MOST_WAITING), SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
         self._queue: FairQueue[Entry] = FairQueue()
@@ -131,6 +122,8 @@ class Scheduler:
         with self._changed:
             self._stopping = True
             self._changed.notify()
+        for work in (self._aside, self._searches):
+            work.stop(_ending())  # since what follows would be refused
         if self._thread.ident is None:
             return
         await asyncio.to_thread(self._thread.join, grace)
@@ -138,14 +131,23 @@ class Scheduler:
         await asyncio.to_thread(self._thread.join, LAST_STEP)
 
     def submit(
-        self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
+        self,
+        work: Sequence[Work],
+        *,
+        owner: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        since: float | None = None,
+        version: str | None = None,
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
-        self._check_version(version)
+        self.check_version(version)
+        if self.deterministic:
+            work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
             self._make_room(len(work), owner)
-            submission = Submission(work, version, timeout, self._forget)
+            submission = Submission(work, version, timeout, since, self._forget)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
@@ -153,9 +155,36 @@ class Scheduler:
             self._changed.notify()
         return Events(submission)
 
+    def check_version(self, version: str | None) -> None:
+        """As of `Service`."""
+        if version not in (None, self.version):
+            what = f"the weights are {self.version!r}, not {version!r}"
+            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+
+    async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
+        """As of `Service`."""
+        self._check_stopping()
+        return await self._aside.run(function, owner)
+
+    async def search(self, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
+        """As of `Service`."""
+        self._check_stopping()
+        loop, left = asyncio.get_running_loop(), threading.Event()
+
+        def between_steps(part: Callable[[], Any]) -> Any:
+            if left.is_set():
+                raise CancelledError
+            return asyncio.run_coroutine_threadsafe(self.between_steps(part), loop).result()
+
+        try:
+            return await self._searches.run(lambda: function(between_steps), owner)
+        finally:
+            left.set()
+
     async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """As of `Service`. OverloadedError if as many functions wait as sequences may."""
-        return await self._do(Job(function, alone=False))
+        """Run a function that needs the model in the engine's thread, between two steps. Errors as it raises, StoppedError, and
+        OverloadedError if as many functions wait as sequences may."""
+        return await self._do(Job(function, exclusive=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
         """Call `load` in the engine's thread once the submissions that have begun are finished. Those that wait get the new weights, unless
@@ -165,12 +194,12 @@ class Scheduler:
             load()
             self.version = version
 
-        await self._do(Job(replace, alone=True))
+        await self._do(Job(replace, exclusive=True))
 
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if len(self._jobs) >= self.queue_size:
+            if sum(other.exclusive == job.exclusive for other in self._jobs) >= self.queue_size:
                 raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
@@ -178,12 +207,7 @@ class Scheduler:
 
     def _check_stopping(self) -> None:
         if self._stopping:
-            raise StoppedError("the server is ending", remedy="Send it again, to another one or later")
-
-    def _check_version(self, version: str | None) -> None:
-        if version not in (None, self.version):
-            what = f"the weights are {self.version!r}, not {version!r}"
-            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
+            raise _ending()
 
     def _make_room(self, count: int, owner: str) -> None:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
@@ -204,11 +228,11 @@ class Scheduler:
         return OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
 
     def _forget(self, submission: Submission) -> None:
-        """Drop the sequences of a closed submission: the waiting ones now; the running ones are dropped between steps."""
+        """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are dropped between steps."""
         with self._changed:
-            if submission in self._open:
-                self._open.remove(submission)
-                self._withdraw(submission)
+            if submission.closed:
+                self._open.discard(submission)
+            self._queue.remove(lambda entry: entry.submission is submission and not entry.wanted)
 
     def _withdraw(self, submission: Submission) -> None:
         self._queue.remove(lambda entry: entry.submission is submission)
@@ -235,7 +259,7 @@ class Scheduler:
             while self._wait():
                 stepping = False
                 try:
-                    self._drop_closed()
+                    self._drop_unwanted()
                     self._do_job()
                     self._admit()
                     stepping = bool(self._running)
@@ -255,9 +279,11 @@ class Scheduler:
             self._changed.wait_for(lambda: self._running or self._again or self._queue or self._jobs or self._stopping)
             return bool(self._running or self._again or self._queue or self._jobs)
 
-    def _drop_closed(self) -> None:
+    def _drop_unwanted(self) -> None:
+        with self._changed:
+            self._jobs = deque(job for job in self._jobs if not job.done.cancelled())
         for ticket, entry in list(self._running.items()):
-            if entry.submission.closed:
+            if not entry.wanted:
                 self._leave(ticket, "cancelled")
                 self._engine.cancel(ticket)
 
@@ -265,7 +291,7 @@ class Scheduler:
         """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
             busy = self._running or self._again or any(entry.submission.begun for entry in self._queue)
-            if not self._jobs or (self._jobs[0].alone and busy):
+            if not self._jobs or (self._jobs[0].exclusive and busy):
                 return
             job = self._jobs.popleft()
         job.run()
@@ -274,7 +300,7 @@ class Scheduler:
         """Give the engine as many sequences as may run; while a job waits to be alone, only those of submissions that have begun."""
         while len(self._running) < self._engine.batch_size and (entry := self._next()):
             try:
-                self._check_version(entry.submission.version)
+                self.check_version(entry.submission.version)
                 ticket = self._engine.submit(entry.work.request, entry.work.config)
             except (GenerationError, OtherWeightsError) as error:
                 self._deliver([(entry.submission, error)])
@@ -289,7 +315,7 @@ class Scheduler:
         if self._again or any(entry.alone for entry in self._running.values()):
             return self._again.popleft() if not self._running else None
         with self._changed:
-            exclusive = bool(self._jobs and self._jobs[0].alone)
+            exclusive = bool(self._jobs and self._jobs[0].exclusive)
             entry = self._queue.pop(lambda entry: entry.submission.begun or not exclusive)
             if entry is not None:
                 entry.submission.begun = True
@@ -304,7 +330,7 @@ class Scheduler:
         deliveries: Deliveries = [self._finish(ticket, trace) for ticket, trace in finished]
         for ticket, entry in self._running.items():
             if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
-                self._see(entry)
+                self._measure_first_frame(entry)
                 deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
         self._failures = 0
         self._deliver(deliveries)
@@ -315,11 +341,11 @@ class Scheduler:
         self.metrics.tokens.inc(revealed)
         self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
         frame = entry.watched.last(trace) if entry.watched is not None else None
-        self._see(entry)
+        self._measure_first_frame(entry)
         return entry.submission, Event(entry.index, frame, trace, self.version)
 
-    def _see(self, entry: Entry) -> None:
-        """Measure the time to the first frame of a sequence that is watched."""
+    def _measure_first_frame(self, entry: Entry) -> None:
+        """The time to the first frame of a sequence that is watched."""
         if entry.watched is not None and not entry.seen:
             entry.seen = True
             self.metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
@@ -351,6 +377,10 @@ class Scheduler:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
                 loop.call_soon_threadsafe(_hand_over, theirs)
+
+
+def _ending() -> StoppedError:
+    return StoppedError("the server is ending", remedy="Send it again, to another one or later")
 
 
 def _failure() -> ServiceError:

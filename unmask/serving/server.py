@@ -12,10 +12,9 @@ from starlette.types import ASGIApp
 
 from unmask.errors import ConfigError
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
-from unmask.serving.limits import LOOPBACK
 from unmask.serving.scheduler import LAST_STEP, Scheduler
 
-LAST_WORDS = 2  # seconds in which errors reach those whose requests the end of the server cut off
+SECONDS_FOR_ERRORS = 2  # seconds in which errors reach those whose requests the end of the server cut off
 
 
 class GracefulServer(uvicorn.Server):
@@ -31,11 +30,6 @@ class GracefulServer(uvicorn.Server):
         ending = asyncio.create_task(self.scheduler.stop(self.grace))
         await super().shutdown(sockets)
         await ending
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
-    return host in LOOPBACK
 
 
 def open_port(host: str, port: int) -> socket.socket:
@@ -70,6 +64,6 @@ def make_server(
         server_header=False,
         proxy_headers=False,  # by which clients could take turns under many names
         timeout_keep_alive=keep_alive,
-        timeout_graceful_shutdown=int(grace) + LAST_STEP + LAST_WORDS,
+        timeout_graceful_shutdown=int(grace) + LAST_STEP + SECONDS_FOR_ERRORS,
     )
     return GracefulServer(config, scheduler, grace)

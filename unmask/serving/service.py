@@ -16,6 +16,12 @@ from unmask.models.diffusion_lm import DiffusionLM
 Result = TypeVar("Result")
 
 
+class BetweenSteps(Protocol):
+    """Runs a function where the engine runs, between two of its steps."""
+
+    def __call__(self, part: Callable[[], Result], /) -> Result: ...
+
+
 class ServiceError(UnmaskError):
     """A request that the server does not answer.
 
@@ -52,6 +58,18 @@ class TimeLimitError(ServiceError):
     status = 504
 
 
+class SlowReaderError(ServiceError):
+    """Who asked does not read what comes."""
+
+    status = 408
+
+
+def time_limit_error(seconds: float) -> TimeLimitError:
+    """The error of a request that took so long."""
+    what = f"not finished within {seconds:g} seconds, waiting included"
+    return TimeLimitError(what, where="timeout", remedy="Ask for less, or try again when fewer wait")
+
+
 class StoppedError(ServiceError):
     """The server is ending."""
 
@@ -64,7 +82,7 @@ class Work:
 
     request: Request
     config: SamplerConfig
-    frames: bool = False  # whether every step is wanted, else only the end
+    frames: bool = False  # whether every step is looked at, else only the end
 
 
 class Event(NamedTuple):
@@ -74,6 +92,24 @@ class Event(NamedTuple):
     frame: Frame | None  # set only with Work.frames
     trace: Trace | None  # set once for each sequence, at its end
     version: str | None = None  # of the weights that generate all sequences that were submitted with it
+
+
+class Events(Protocol):
+    """The events of what was submitted together. Cancelling the task that waits for one frees all slots within one step."""
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    async def ready(self) -> None:
+        """Wait for the next event, or the end. Raises the error with which it ended."""
+        ...
+
+    def drop(self, index: int) -> None:
+        """Drop a sequence, which frees its slot within one step. No event of it follows."""
+        ...
+
+    async def aclose(self) -> None:
+        """Drop all sequences, which frees their slots within one step."""
+        ...
 
 
 class Service(Protocol):
@@ -88,15 +124,27 @@ class Service(Protocol):
     name: str
     version: str | None
 
+    def check_version(self, version: str | None) -> None:
+        """Raise OtherWeightsError if the weights have another name than this one."""
+        ...
+
     def submit(
-        self, work: Sequence[Work], *, owner: str, priority: int = 0, timeout: float | None = None, version: str | None = None
-    ) -> AsyncIterator[Event]:
-        """Generate sequences. Closing the iterator (`aclose`) or cancelling its task frees all slots within one step.
+        self,
+        work: Sequence[Work],
+        *,
+        owner: str,
+        priority: int = 0,
+        timeout: float | None = None,
+        since: float | None = None,
+        version: str | None = None,
+    ) -> Events:
+        """Generate sequences.
 
         Args:
             owner: whose queue they wait in; owners take turns.
             priority: higher ones of an owner go first.
             timeout: seconds, waiting included.
+            since: when they began, by the clock of the event loop; None: now.
             version: the weights to sample from; None: any.
 
         Raises:
@@ -108,7 +156,16 @@ class Service(Protocol):
         """
         ...
 
-    async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Run a function that needs the model, such as the search for the length of a gap, where the engine runs and between two of its
-        steps. Errors as it raises, and StoppedError."""
+    async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
+        """Run a function that takes long and needs no model, such as one that compiles a constraint, in a thread of its own, one at a time
+        of each owner. Errors as it raises, OverloadedError and StoppedError."""
+        ...
+
+    async def search(self, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
+        """Run a function that uses the model again and again, such as the search for the length of a gap, as `aside` runs one.
+
+        Args:
+            function: hands what needs the model, a short part at a time, to its argument. That raises CancelledError once nobody waits for
+                the result.
+        """
         ...

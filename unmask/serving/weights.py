@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -11,15 +13,16 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from unmask.errors import ModelError, UnmaskError
+from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.serving.limits import given_key, same
-from unmask.serving.openai.errors import OpenAIRoute
+from unmask.serving.errors import OpenAIRoute
+from unmask.serving.middleware import given_key, keys_match
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import ServiceError
 
+logger = logging.getLogger(__name__)
 PATH = "/v1/weights"
 REMEDY = "Give a folder that DiffusionLM.save wrote from the same model"
 
@@ -51,7 +54,7 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
     """The route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
 
     async def check_key(request: Request) -> None:
-        if not same(given_key(request.headers.get("authorization", "")), admin_key):
+        if not keys_match(given_key(request.headers.get("authorization", "")), admin_key):
             raise AdminKeyError("the admin key is wrong or missing", where="authorization")
 
     router, roots = APIRouter(route_class=OpenAIRoute), [folder.resolve() for folder in folders]
@@ -59,11 +62,14 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
     @router.post(PATH, dependencies=[Depends(check_key)])
     async def replace_weights(body: NewWeights) -> Served:
         """Serve other weights of the same model, once what runs has finished. A refusal changes nothing."""
-        folder = allowed_folder(body.path, roots)
+        folder = await asyncio.to_thread(allowed_folder, body.path, roots)
         try:
             await scheduler.replace_weights(partial(load_weights, scheduler.lm, folder), body.version)
-        except ModelError as error:
+        except (ConfigError, DataError, ModelError) as error:
             raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=REMEDY) from error
+        except (OSError, RuntimeError) as error:  # of the disk, or of the device
+            logger.exception("weights cannot be loaded")
+            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
         return {"version": scheduler.version}
 
     return router

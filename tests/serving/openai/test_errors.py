@@ -83,7 +83,7 @@ REFUSED = [
     ("chat/completions", CHAT | {"response_format": ENDLESS}, "response_format.json_schema.not", "cannot be enforced"),
     ("chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}, "tool_choice", "the shortest has"),
     ("chat/completions", CHAT | {"diffusion": {"stepz": 3}}, "diffusion.stepz", "is not a known field"),
-    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is not a known field"),
+    ("chat/completions", CHAT | {"diffusion": {"batch_size": 3}}, "diffusion.batch_size", "is a setting of the server"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps", "9 steps for 4 tokens"),
     ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold", "contradict"),
     ("chat/completions", CHAT | {"diffusion": {"constraint": {}}}, "diffusion.constraint", "says nothing"),
@@ -295,6 +295,22 @@ def test_other_weights():
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
 
 
+class Generated:
+    """The events of a submission, from a generator."""
+
+    def __init__(self, events):
+        self.events = events
+
+    def __aiter__(self):
+        return self.events
+
+    async def ready(self):
+        pass
+
+    async def aclose(self):
+        await self.events.aclose()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
     with running(make_model()) as scheduler:
@@ -305,7 +321,7 @@ def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
             async for event in submit(*given, **more):
                 yield event
 
-        monkeypatch.setattr(scheduler, "submit", replaced)
+        monkeypatch.setattr(scheduler, "submit", lambda *given, **more: Generated(replaced(*given, **more)))
         response = ask(scheduler, "completions", **TEXT, stream=stream)
     for each in chunks_of(response) if stream else [response.json()]:
         assert each["system_fingerprint"] == "new", each
@@ -332,7 +348,7 @@ def test_an_error_after_the_first_chunk_is_the_last_event(service, monkeypatch):
             yield event
             raise OverloadedError("lost")
 
-    monkeypatch.setattr(scheduler, "submit", fail)
+    monkeypatch.setattr(scheduler, "submit", lambda *given, **more: Generated(fail(*given, **more)))
     response = ask(scheduler, "completions", **TEXT, stream=True)
     assert response.status_code == 200
     last = response.text.strip().split("\n\n")[-1]

@@ -30,7 +30,7 @@ from unmask.errors import GenerationError, first_line
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import check_nccl
-from unmask.generation.remote.protocol import OTHER_WEIGHTS, differences, model_facts
+from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES, OTHER_WEIGHTS, differences, model_facts
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.sampler import generate
@@ -38,11 +38,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 BAD_REQUEST, UNKNOWN_MODEL = 400, 404
 TRIES = 3
-AT_ONCE = 2  # requests to `unmask serve`, so that one waits when another ends
+REQUESTS_AT_ONCE = 2  # requests to `unmask serve`, so that one waits when another ends
 MOST_TOKENS = 50_000  # of the prompts of such a request, whose body may have 1 MiB
-OPENAI_NAMES = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "seed": "seed"}
-OF_SERVER = {"batch_size", "max_batch_tokens", "agreement_prompts", "trace"}
-"""Settings that a server has for itself, or that are always the same."""
 
 
 class Backend(Protocol):
@@ -168,8 +165,9 @@ class ServerBackend(RemoteBackend):
         self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
         self._sending = Lock()
         try:
-            self.model, _, facts = self._served()
-            if differ := differences(facts, model_facts(lm)):
+            card = self._served()
+            self.model, self.most = card["id"], card["limits"]["sequences"]
+            if differ := differences(card["facts"], model_facts(lm)):
                 remedy = "Start `unmask serve` with the trained model"
                 raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
         except GenerationError:
@@ -177,15 +175,15 @@ class ServerBackend(RemoteBackend):
             raise
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts, as `unmask.generate`; `agreement` and `prompt_reuse` are unknown. a request has at most
-        `config.batch_size` prompts, of which as many run at once as the server was told to."""
+        """Complete prompts, as `unmask.generate`; `agreement` and `prompt_reuse` are unknown. A request has at most
+        `config.batch_size` prompts, and no more than the server lets wait. As many run at once as the server was started with."""
         if config.deterministic:
             what = "the sequences of all clients of a server share its forward passes"
             raise GenerationError(what, where="deterministic", remedy="Leave it out, or use backend 'local'")
         requests = make_requests(self.lm, prompts, config, keys)
         order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
-        chunks = in_chunks([requests[i] for i in order], config.batch_size)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
+        chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             found = chain.from_iterable(pool.map(partial(self._complete, config), chunks))
             traces = dict(zip(order, found, strict=True))
         return make_generation(self.lm, requests, [traces[i] for i in range(len(requests))], config)
@@ -200,22 +198,23 @@ class ServerBackend(RemoteBackend):
     def close(self) -> None:
         self.http.close()
 
-    def _served(self) -> tuple[str, str | None, dict[str, Any]]:
-        """The name of the server's model, that of its weights, and its facts."""
+    def _served(self) -> dict[str, Any]:
+        """The server's model: its name, that of its weights, its facts and limits."""
 
-        def pick(answer: Any) -> tuple[str, str | None, dict[str, Any]]:
+        def pick(answer: Any) -> dict[str, Any]:
             card = answer["data"][0]
-            return card["id"], card["version"], dict(card["facts"])
+            return {"id": card["id"], "version": card["version"], "facts": dict(card["facts"]), "limits": dict(card["limits"])}
 
         return self.http.read(self.http.call("GET", "/v1/models"), pick)
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
-        settings = config.model_dump(mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER})
+        settings = config.model_dump(mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"})
         keys = [request.key for request in requests]
         body = {
             "model": self.model,
             "prompt": [request.prompt for request in requests],
-            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items()},
+            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours != "top_log_probs"},
+            "logprobs": config.top_log_probs or None,  # as completions name it
             "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
         }
         try:
@@ -230,7 +229,7 @@ class ServerBackend(RemoteBackend):
     def _send_again(self) -> None:
         """Send the weights to a server that was restarted; once, though many requests find out."""
         with self._sending:
-            if self._served()[1] != self.version:
+            if self._served()["version"] != self.version:
                 self.send()
 
 

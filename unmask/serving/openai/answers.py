@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -14,13 +14,13 @@ from typing import Any
 
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
-from unmask.serving.openai.errors import error_of
+from unmask.serving.errors import error_of
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import SamplingRequest
 from unmask.serving.openai.writers import Fields, TextWriter, choice_facts, token_text
-from unmask.serving.service import Event, Service
+from unmask.serving.service import Event, Events, Service
 
 DONE = "data: [DONE]\n\n"
 
@@ -70,20 +70,21 @@ class Reply:
         """Whether all choices are known."""
         return all(progress.outcome is not None for progress in self.progresses)
 
-    async def whole(self, events: AsyncIterator[Event]) -> Fields:
+    async def whole(self, events: Events) -> Fields:
         """The answer as one object."""
         async for event in events:
             self.version = event.version
-            self.progresses[event.index].see(event)
+            self._write(event)
+            self._drop_cut(event, events)
             if self.done:
                 break
-        choices = []
-        for index, (writer, progress) in enumerate(zip(self.writers, self.progresses, strict=True)):
-            writer.write(writer.outcome.text, done=True)
-            choices.append({"index": index, **writer.choice(), "diffusion": choice_facts(progress, writer.outcome)})
+        choices = [
+            {"index": index, **writer.choice(), "diffusion": choice_facts(writer.progress, writer.outcome)}
+            for index, writer in enumerate(self.writers)
+        ]
         return {**self._head, "object": self.kind.whole, "choices": choices, "usage": self.usage(), "diffusion": self._facts()}
 
-    async def chunks(self, events: AsyncGenerator[Event, None]) -> AsyncGenerator[str, None]:
+    async def chunks(self, events: Events) -> AsyncGenerator[str, None]:
         """The answer as server-sent events. An error on the way is the last event."""
         options = self.body.stream_options
         usage = {"usage": None} if options is not None and options.include_usage else {}
@@ -96,8 +97,10 @@ class Reply:
                     opened = True
                     for chunk in [*openings, *self._step(event)]:
                         yield _event({**chunk, **usage})
-                    if self.done and not self.body.frames:
-                        break
+                    if not self.body.frames:
+                        self._drop_cut(event, events)
+                        if self.done:
+                            break
             except UnmaskError as error:
                 yield _event(error_of(error)[1])
                 return
@@ -130,8 +133,16 @@ class Reply:
         progress = self.progresses[event.index]
         if progress.outcome is not None:
             return []
-        text = progress.see(event)
-        return self.writers[event.index].write(text, done=progress.outcome is not None)
+        text, writer = progress.see(event), self.writers[event.index]
+        pieces = writer.write(text, done=progress.outcome is not None)
+        if writer.complete:
+            progress.end_here()
+        return pieces
+
+    def _drop_cut(self, event: Event, events: Events) -> None:
+        """Free the slot of a choice that is known before its sequence ends."""
+        if event.trace is None and self.progresses[event.index].outcome is not None:
+            events.drop(event.index)
 
     def _opening(self, index: int) -> list[Fields]:
         pieces = self.writers[index].opening()

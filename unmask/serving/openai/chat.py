@@ -6,20 +6,20 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from unmask.config.constraint import ConstraintConfig
 from unmask.data.encoding import encode_messages
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt
-from unmask.serving.openai.errors import check_depth
-from unmask.serving.openai.plans import Plan, plan_prompts
+from unmask.serving.openai.plans import Context, Plan, plan_prompts
 from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
 from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
 from unmask.serving.openai.tools import CallFormat, CallReader, call_constraint, call_format, check_renders_tools
-from unmask.serving.service import Service
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Prompt:
     constraint: ConstraintConfig | None
 
 
-async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tuple[Plan, CallFormat | None]:
+async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallFormat | None]:
     """The answers to messages, and how the model writes calls, if it may.
 
     Raises:
@@ -47,12 +47,13 @@ async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tupl
         raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
     if body.top_logprobs and not body.logprobs:
         raise GenerationError("has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true")
-    prompt = await asyncio.to_thread(_prompt, service.lm, body, limits)
+    called = bool(body.tools) and body.tool_choice not in ("auto", "none")
+    prompt = await context.make(partial(_prompt, context.lm, body, context.limits), compiles=called)
     max_tokens = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs
     try:
-        config = sampler_config(service.lm, body, limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
-        return await plan_prompts(service, body, [prompt.ids], config, limits), prompt.calls
+        config = sampler_config(context.lm, body, context.limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
+        return await plan_prompts(context, body, [prompt.ids], config), prompt.calls
     except GenerationError as error:
         where = error.where or ""
         if prompt.constraint is None or body.diffusion.constraint is not None or not where.startswith("constraint"):
@@ -61,17 +62,16 @@ async def plan_chat(service: Service, body: ChatRequest, limits: Limits) -> tupl
         raise error.moved(cause + where.removeprefix("constraint")) from None
 
 
-async def plan_edit(service: Service, body: EditRequest, limits: Limits) -> Plan:
+async def plan_edit(context: Context, body: EditRequest) -> Plan:
     """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one region."""
     messages = edit_prompt(body.messages[0].content)
-    ids = await asyncio.to_thread(encode_messages, service.lm.tokenizer, messages)
-    return await plan_prompts(service, body, [ids], sampler_config(service.lm, body, limits, max_tokens=body.max_tokens), limits)
+    ids = await asyncio.to_thread(encode_messages, context.lm.tokenizer, messages)
+    return await plan_prompts(context, body, [ids], sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens))
 
 
-def call_reader(body: ChatRequest, written: CallFormat | None) -> CallReader | None:
-    """What reads the calls of an answer; None: it has none."""
-    names = {tool.function.name for tool in body.tools or []}
-    return None if written is None else CallReader(written, names, single=not body.parallel_tool_calls)
+def call_reader(body: ChatRequest, written: CallFormat) -> CallReader:
+    """What reads the calls of an answer."""
+    return CallReader(written, {tool.function.name for tool in body.tools or []}, single=not body.parallel_tool_calls)
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
 """What tokenizers write for the first bytes of a character whose last bytes are missing."""
-CLEANED = 4
+CLEANED_UP = 4
 """Characters at the end of a text that the next token may change, where a tokenizer removes spaces before punctuation."""
+
+
+DECODED_AGAIN = 8
+"""Tokens at least that are decoded before those that are new."""
 
 
 def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int] | None:
@@ -27,6 +31,28 @@ def _overlap(text: str, mark: str) -> int:
     """The characters at the end of a text with which a mark begins, but for the whole mark."""
     tail = text[len(text) - min(len(text), len(mark) - 1) :]
     return next((len(tail) - at for at in range(len(tail)) if tail[at] == mark[0] and mark.startswith(tail[at:])), 0)
+
+
+class GrowingText:
+    """The text of tokens that come one after the other. Only the last ones are decoded each time, after some before them, by which a
+    decoder may write them otherwise; all are, where it writes those before them otherwise.
+
+    Args:
+        decode: gives the text of tokens.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self.decode = decode
+        self._first = self._read = 0  # tokens from the one to the other are decoded again
+        self._known = ""  # the text of those before the latter
+
+    def read(self, tokens: Sequence[int]) -> str:
+        """The text of all tokens, which begin with those of the call before."""
+        before, following = self.decode(tokens[self._first : self._read]), self.decode(tokens[self._first :])
+        whole = self._known + following[len(before) :] if following.startswith(before) else self.decode(tokens)
+        if len(tokens) - self._read >= DECODED_AGAIN and not whole.endswith(UNFINISHED):
+            self._first, self._read, self._known = self._read, len(tokens), whole
+        return whole
 
 
 class CommittedText:
@@ -50,7 +76,7 @@ class CommittedText:
     def _settled(self, whole: str) -> str:
         """What the next token does not change."""
         settled = whole.rstrip(UNFINISHED)
-        return settled[: max(0, len(settled) - CLEANED)] if self.cleans_up else settled
+        return settled[: max(0, len(settled) - CLEANED_UP)] if self.cleans_up else settled
 
     def grow(self, whole: str, *, done: bool) -> str:
         """What is released of the text, of which `whole` is there now; `done`: nothing follows."""

@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
+HEARTBEAT = 15.0  # seconds
+WAITING = b": waiting\n\n"
 
 
 class DisconnectedError(Exception):
@@ -41,12 +43,13 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. Their generator is closed as soon as the client disconnects."""
+    """Server-sent events. Their generator is closed as soon as the client disconnects. Whenever none comes for a while, a comment says that
+    the server is still there, which clients and proxies would doubt otherwise."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncGenerator[str, None]):
-        super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        super().__init__(events, headers={"X-Accel-Buffering": "no"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,3 +58,31 @@ class EventStream(StreamingResponse):
                 await while_connected(receive, self.stream_response(send))
         finally:
             await self._events.aclose()
+
+    async def stream_response(self, send: Send) -> None:
+        one_by_one, silent = asyncio.Lock(), False
+
+        async def say(message: Message) -> None:
+            nonlocal silent
+            async with one_by_one:
+                silent = False
+                await send(message)
+
+        async def comment() -> None:
+            nonlocal silent
+            while True:
+                silent = True
+                await asyncio.sleep(HEARTBEAT)
+                if silent:
+                    await say({"type": "http.response.body", "body": WAITING, "more_body": True})
+
+        commenting: asyncio.Task[None] | None = None
+        try:
+            await say({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            commenting = asyncio.create_task(comment())
+            async for event in self._events:
+                await say({"type": "http.response.body", "body": event.encode(), "more_body": True})
+        finally:
+            if commenting is not None:
+                commenting.cancel()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -7,7 +7,8 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.serving.openai.errors import NotFoundError
+from unmask.serving.errors import NotFoundError
+from unmask.serving.limits import Limits
 from unmask.serving.service import Service
 
 
@@ -23,6 +24,14 @@ class DiffusionFacts(TypedDict):
     variable_length: bool
 
 
+class MostAsked(TypedDict):
+    """The most that a request may ask for: answers to all prompts, answers to one, and new tokens of each."""
+
+    sequences: int
+    n: int
+    max_tokens: int
+
+
 class ModelCard(TypedDict):
     """A model. `facts`: what the model of a client must share, for whom it draws (`model_facts`)."""
 
@@ -33,6 +42,7 @@ class ModelCard(TypedDict):
     version: str | None
     diffusion: DiffusionFacts
     facts: dict[str, Any]
+    limits: MostAsked
 
 
 class ModelList(TypedDict):
@@ -42,10 +52,11 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def model_card(service: Service, created: int, facts: dict[str, Any]) -> ModelCard:
+def model_card(service: Service, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
     """The model of a service; `created`: when it was loaded, in seconds since 1970."""
     card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask", "version": service.version}
-    return {**card, "diffusion": _facts(service.lm), "facts": facts}  # type: ignore[typeddict-item]
+    most: MostAsked = {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens}
+    return {**card, "diffusion": _facts(service.lm), "facts": facts, "limits": most}  # type: ignore[typeddict-item]
 
 
 def check_model(service: Service, name: str) -> None:

@@ -4,13 +4,15 @@ this runs in the event loop."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 
 from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import GenerationError
+from unmask.generation.constraints.bounded_process import bounded
 from unmask.generation.fill_in_the_middle import fim_prompt
 from unmask.generation.gap_lengths import FoundText, find_lengths
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
@@ -19,10 +21,40 @@ from unmask.serving.limits import Limits
 from unmask.serving.openai.progress import Region
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.settings import check_limit, sampler_config
-from unmask.serving.service import Service, Work
+from unmask.serving.service import BetweenSteps, Result, Service, Work
 
 MOST_SEARCHED = 512
 """Tokens of all gaps of a request whose lengths are searched: others wait meanwhile."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """For whom a request is planned.
+
+    Attributes:
+        owner: who takes turns with others.
+    """
+
+    service: Service
+    limits: Limits
+    owner: str
+
+    @property
+    def lm(self) -> DiffusionLM:
+        return self.service.lm
+
+    async def make(self, function: Callable[[], Result], *, compiles: bool) -> Result:
+        """The result of a function, which takes its time; `compiles`: whether it compiles a constraint."""
+        return await (self.service.aside(self.bounded(function), owner=self.owner) if compiles else asyncio.to_thread(function))
+
+    def bounded(self, function: Callable[[], Result]) -> Callable[[], Result]:
+        """A function that compiles constraints, within the limits."""
+
+        def within() -> Result:
+            with bounded(self.limits.compile_seconds, self.limits.compile_bytes):
+                return function()
+
+        return within
 
 
 @dataclass(frozen=True)
@@ -34,12 +66,14 @@ class Plan:
         regions: of each sequence, what is answered.
         stops: strings before which answers are cut.
         prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
+        version: of the weights with which lengths were searched, which have to fill them; None: any.
     """
 
     work: list[Work]
     regions: list[Region]
     stops: list[str]
     prompt_tokens: int
+    version: str | None = None
 
     @property
     def config(self) -> SamplerConfig:
@@ -51,59 +85,56 @@ class Plan:
         return [each.request.key for each in self.work]
 
 
-async def plan_completion(service: Service, body: CompletionRequest | FimRequest, limits: Limits) -> Plan:
+async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> Plan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
-    check_answers(len(prompts), body, limits)
+    check_answers(len(prompts), body, context.limits)
     if body.suffix:
-        return await _plan_middle(service, body, prompts, limits)
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
-    encoded = await asyncio.to_thread(lambda: [encode_prompt(service.lm.tokenizer, prompt) for prompt in prompts])
-    return await plan_prompts(service, body, encoded, config, limits)
+        return await _plan_middle(context, body, prompts)
+    config = sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    encoded = await asyncio.to_thread(lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts])
+    return await plan_prompts(context, body, encoded, config)
 
 
 async def plan_prompts(
-    service: Service,
-    body: ChatRequest | CompletionRequest | EditRequest | FimRequest,
-    encoded: list[list[int]],
-    config: SamplerConfig,
-    limits: Limits,
+    context: Context, body: ChatRequest | CompletionRequest | EditRequest | FimRequest, encoded: list[list[int]], config: SamplerConfig
 ) -> Plan:
     """Completions of token ids."""
-    check_answers(len(encoded), body, limits)
-    check_length(service.lm, max(map(len, encoded)) + config.max_new_tokens, limits)
+    check_answers(len(encoded), body, context.limits)
+    check_length(context.lm, max(map(len, encoded)) + config.max_new_tokens, context.limits)
     repeated = _repeated(encoded, body)
-    requests = await asyncio.to_thread(make_requests, service.lm, repeated, config, body.diffusion.keys)
+    make = partial(make_requests, context.lm, repeated, config, body.diffusion.keys)
+    requests = await context.make(make, compiles=config.constraint is not None)
     echoes = [""] * len(requests)
     if isinstance(body, CompletionRequest) and body.echo:
         texts = _prompts(body.prompt)
-        shown = [text if isinstance(text, str) else str(service.lm.tokenizer.decode(text)) for text in texts]
+        shown = [text if isinstance(text, str) else str(context.lm.tokenizer.decode(text)) for text in texts]
         echoes = [text for text in shown for _ in range(body.n)]
     regions = [Region(request.start, request.length, echo) for request, echo in zip(requests, echoes, strict=True)]
     return _plan(body, requests, config, regions, sum(map(len, encoded)))
 
 
-async def plan_infill(service: Service, body: InfillRequest, limits: Limits) -> Plan:
+async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     """A text with its gaps filled."""
-    check_answers(1, body, limits)
-    config = without_ends(service.lm, sampler_config(service.lm, body, limits))
-    parts = await asyncio.to_thread(_parts, service.lm, body, limits)
-    ids = await _with_lengths(service, parts, config, body.max_gap, body.gap_mark, limits)
-    requests = await _infill_requests(service, ids, config, body, limits)
-    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests])
+    check_answers(1, body, context.limits)
+    config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
+    parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
+    ids, version = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
+    requests = await _infill_requests(context, ids, config, body)
+    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], version=version)
 
 
-async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]], limits: Limits) -> Plan:
+async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]]) -> Plan:
     """What stands between a prompt and a suffix: a gap for a model that sees both sides, else the completion of a prompt that has both."""
     if len(prompts) != 1 or not isinstance(prompts[0], str):
         raise GenerationError("a suffix needs one prompt, as text", where="prompt", remedy="Send one request for each")
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
-    lm, prompt, suffix = service.lm, prompts[0], body.suffix or ""
-    config = sampler_config(service.lm, body, limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    lm, prompt, suffix = context.lm, prompts[0], body.suffix or ""
+    config = sampler_config(lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
-        return await plan_prompts(service, body, [encoded], config, limits)
+        return await plan_prompts(context, body, [encoded], config)
     if lm.attention != "bidirectional":
         what = f"a model with {lm.attention.replace('_', '-')} attention does not see the text after a gap"
         raise GenerationError(what, where="suffix", remedy="Use a bidirectional model, or complete the prompt alone")
@@ -111,35 +142,42 @@ async def _plan_middle(service: Service, body: CompletionRequest | FimRequest, p
     before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
     exact = body.diffusion.length == "exact"
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
-    ids = await _with_lengths(service, parts, config, min(size, MOST_SEARCHED), "<gap>", limits)
-    requests = await _infill_requests(service, ids, config, body, limits)
-    regions = [Region(len(before), request.length - len(after), fills=not exact) for request in requests]
-    return _plan(body, requests, config, regions)
+    ids, version = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
+    requests = await _infill_requests(context, ids, config, body)
+    length = len(ids) - len(before) - len(after)
+    fills = not exact and length < min(size, MOST_SEARCHED)  # the longest one may be too short for what is missing
+    regions = [Region(len(before), len(before) + length, fills=fills) for _ in requests]
+    return _plan(body, requests, config, regions, version=version)
 
 
 async def _with_lengths(
-    service: Service, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str, limits: Limits
-) -> list[int]:
-    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing."""
+    context: Context, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str
+) -> tuple[list[int], str | None]:
+    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the version of the
+    weights that found it, None: any."""
     if len(parts) == 1:
-        check_length(service.lm, len(parts[0]), limits)
-        return parts[0]
+        check_length(context.lm, len(parts[0]), context.limits)
+        return parts[0], None
 
-    def search() -> list[FoundText]:
-        return find_lengths(service.lm, [parts], config, max_gap, gap_mark)
+    def search(between_steps: BetweenSteps) -> list[FoundText]:
+        return context.bounded(lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps))()
 
-    check_length(service.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, limits)
-    [found] = await service.between_steps(search)
-    return found.ids
+    check_length(context.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, context.limits)
+    while True:
+        version = context.service.version
+        [found] = await context.service.search(search, owner=context.owner)
+        if context.service.version == version:  # else a part of the search was of other weights
+            return found.ids, version
 
 
 async def _infill_requests(
-    service: Service, ids: list[int], config: SamplerConfig, body: InfillRequest | CompletionRequest | FimRequest, limits: Limits
+    context: Context, ids: list[int], config: SamplerConfig, body: InfillRequest | CompletionRequest | FimRequest
 ) -> list[Request]:
     """Requests for the hidden positions of a text."""
-    check_limit(ids.count(service.lm.mask_token_id), limits.max_tokens, "max_new_tokens")
+    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "max_new_tokens")
     repeated = _repeated([ids], body)
-    return await asyncio.to_thread(make_infill_requests, service.lm, repeated, config, body.diffusion.keys)
+    make = partial(make_infill_requests, context.lm, repeated, config, body.diffusion.keys)
+    return await context.make(make, compiles=config.constraint is not None)
 
 
 def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[int]]:
@@ -210,10 +248,14 @@ def _repeated(encoded: list[list[int]], body: SamplingRequest) -> list[list[int]
 
 
 def _plan(
-    body: SamplingRequest, requests: list[Request], config: SamplerConfig, regions: list[Region], prompt_tokens: int | None = None
+    body: SamplingRequest,
+    requests: list[Request],
+    config: SamplerConfig,
+    regions: list[Region],
+    prompt_tokens: int | None = None,
+    version: str | None = None,
 ) -> Plan:
-    """The plan of requests. Every step is watched where text or frames are sent as they come, or a stop string may end a sequence."""
-    watched = body.stream or bool(body.stops)
+    """The plan of requests."""
     if prompt_tokens is None:
         prompt_tokens = requests[0].length - sum(requests[0].hidden)
-    return Plan([Work(request, config, watched) for request in requests], regions, body.stops, prompt_tokens)
+    return Plan([Work(request, config, body.watched) for request in requests], regions, body.stops, prompt_tokens, version)

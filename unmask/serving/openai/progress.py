@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unmask.generation.frames import Frame, replay
+from unmask.generation.frames import Frame
 from unmask.generation.output import Trace, end_of, make_generation, text_of
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.serving.openai.committed import CommittedText, tokens_until
+from unmask.serving.openai.committed import CommittedText, GrowingText, tokens_until
 from unmask.serving.service import Event, Work
 
 
@@ -73,7 +73,9 @@ class Progress:
         cleans_up = bool(getattr(lm.tokenizer, "clean_up_tokenization_spaces", False))
         self._text = CommittedText(stops, cleans_up=cleans_up)
         self._log_probs = [0.0] * len(self.ids)
-        self._read = -1  # committed tokens when the text was last read
+        self._growing = GrowingText(self._decode)
+        self._tokens: list[int] = []  # committed, up to the end token
+        self._whole, self._step = "", 0  # their text, and the step that committed them
 
     @property
     def _needs_end(self) -> bool:
@@ -85,25 +87,30 @@ class Progress:
         if self.outcome is not None:
             return ""
         if event.frame is not None:
-            self.ids = replay(self.ids, [event.frame], self.lm.mask_token_id)
-            for position, _, log_prob in event.frame.revealed:
-                self._log_probs[position] = log_prob
+            for position in event.frame.hidden:
+                self.ids[position] = self.lm.mask_token_id
+            for position, token, log_prob in event.frame.revealed:
+                self.ids[position], self._log_probs[position] = token, log_prob
         if event.trace is not None:
             return self._end(event.trace)
         return "" if event.frame is None else self._commit(event.frame)
 
     def _commit(self, frame: Frame) -> str:
-        committed = self.ids[self.region.start : max(self.region.start, min(frame.num_final, self.region.stop))]
-        if len(committed) == self._read:
+        new = self.ids[self.region.start + len(self._tokens) : min(frame.num_final, self.region.stop)]
+        if not new or (self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids):
             return ""
-        self._read = len(committed)
-        tokens = committed[: end_of(committed, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else committed
-        whole = self._decode(tokens)
-        released = self._text.grow(whole, done=False)
-        if self._text.stop is not None and not self._needs_end:
-            log_probs = self._log_probs[self.region.start : self.region.start + len(tokens)]
-            self.outcome = self._cut(whole, tokens, log_probs, "stop", frame.step, None, None)
+        self._tokens += new[: end_of(new, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else new
+        self._whole, self._step = self._growing.read(self._tokens), frame.step
+        released = self._text.grow(self._whole, done=False)
+        if self._text.stop is not None:
+            self.end_here()
         return released
+
+    def end_here(self) -> None:
+        """Answer what is committed, unless more is answered than is known before the end."""
+        if self.outcome is None and not self._needs_end:
+            log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
+            self.outcome = self._cut(self._whole, self._tokens, log_probs, "stop", self._step, None, None)
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region

@@ -13,7 +13,7 @@ from unmask.config.base import Config
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.revise import ReviseConfig
 from unmask.config.sampler import SamplerConfig
-from unmask.serving.openai.errors import OPENAI_NAMES
+from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES
 
 LARGEST = 2**63 - 1
 Count = Annotated[int, Field(ge=1, le=2**31)]
@@ -26,8 +26,6 @@ Many = Annotated[list[Item], Field(fail_fast=True)]
 MOST_MESSAGES, MOST_CALLS, MOST_BIASES = 4096, 128, 1024
 TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
-OF_SERVER = ("batch_size", "max_batch_tokens", "deterministic", "agreement_prompts")
-"""Settings of `SamplerConfig` that a client has no say in."""
 NOTHING: tuple[Any, ...] = ()
 NO_PENALTY = (0, 0.0)
 
@@ -91,6 +89,14 @@ class DiffusionSettings(_SamplerSettings):
     length: Literal["search", "exact"] = "search"
     """With a `suffix`: the length of the gap is searched, up to `max_tokens` and 512, or it is exactly `max_tokens`."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_clients(cls, values: Any) -> Any:
+        given = values if isinstance(values, dict) else {}
+        if (name := next((name for name in OF_SERVER if given.get(name) is not None), None)) is not None:
+            raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": ": it is a setting of the server"})
+        return values
+
     @property
     def sampler(self) -> dict[str, Any]:
         """The settings of `SamplerConfig` that are given."""
@@ -153,6 +159,11 @@ class SamplingRequest(Body):
     def stops(self) -> list[str]:
         """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def watched(self) -> bool:
+        """Whether every step is looked at: text or frames are sent as they come, or the text may end an answer before its sequence ends."""
+        return self.stream or bool(self.stops)
 
     @property
     def frames(self) -> bool:
@@ -286,6 +297,10 @@ class ChatRequest(SamplingRequest):
     schema."""
     parallel_tool_calls: bool = True
     """If false, an answer ends with its first call."""
+
+    @property
+    def watched(self) -> bool:
+        return super().watched or (bool(self.tools) and not self.parallel_tool_calls)
 
 
 def _kind_of_prompt(prompt: Any) -> str | None:

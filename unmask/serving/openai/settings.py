@@ -7,12 +7,12 @@ from typing import Any
 
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
-from unmask.errors import GenerationError
+from unmask.errors import ConfigError, GenerationError
 from unmask.generation.constraints.grammars import JSON
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import UnsupportedError, check_depth
 from unmask.serving.limits import Limits
-from unmask.serving.openai.errors import UnsupportedError, check_depth
 from unmask.serving.openai.requests import ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
 
 JSON_OBJECT = JSON.replace("start: value", "start: object")
@@ -64,9 +64,12 @@ def check_limit(value: int, most: int, where: str) -> None:
 
 
 def format_constraint(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> ConstraintConfig | None:
-    """The constraint of a `response_format`."""
+    """The constraint of a `response_format`. Raises ConfigError for a schema that is no JSON."""
     if isinstance(wanted, SchemaFormat):
-        return ConstraintConfig(json_schema=wanted.json_schema.json_schema)
+        try:
+            return ConstraintConfig(json_schema=wanted.json_schema.json_schema)
+        except ConfigError as error:
+            raise error.moved("response_format.json_schema.schema") from None
     return ConstraintConfig(grammar=JSON_OBJECT) if isinstance(wanted, ObjectFormat) else None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -44,6 +44,11 @@ class TextWriter:
     def text_of(self, token: int) -> str:
         """The text of one token."""
         return token_text(self.tokenizer, token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether what has been written is the whole choice, though more text may follow."""
+        return False
 
     def opening(self) -> list[Fields]:
         """What chunks begin with."""
@@ -100,44 +105,44 @@ class ChatWriter(TextWriter):
     """A choice of a chat.
 
     Args:
-        reader: what finds calls; None: there are none.
+        make_reader: of what finds calls; None: there are none.
     """
 
-    def __init__(self, progress: Progress, reader: CallReader | None = None, *, logprobs: bool = False):
+    def __init__(self, progress: Progress, make_reader: Callable[[], CallReader] | None = None, *, logprobs: bool = False):
         super().__init__(progress, logprobs=logprobs)
-        self.reader = reader
-        self.content = ""
-        self.calls: list[Fields] = []
+        self.make_reader, self.reader = make_reader, make_reader and make_reader()
+
+    @property
+    def complete(self) -> bool:
+        return self.reader is not None and self.reader.single and self.reader.calls > 0
 
     def opening(self) -> list[Fields]:
         return [_chat_delta({"role": "assistant", "content": ""})]
 
     def write(self, text: str, *, done: bool) -> list[Fields]:
-        pieces: Sequence[str | Call] = [text] * bool(text) if self.reader is None else list(self.reader.read(text, done=done))
-        return [self._call(piece) if isinstance(piece, Call) else self._content(piece) for piece in pieces]
+        number = 0 if self.reader is None else self.reader.calls
+        chunks = []
+        for piece in _pieces(self.reader, text, done=done):
+            if isinstance(piece, Call):
+                chunks.append(_chat_delta({"tool_calls": [{"index": number, **piece.as_openai()}]}))
+                number += 1
+            else:
+                chunks.append(self.delta(piece))
+        return chunks
 
     def delta(self, text: str) -> Fields:
         return _chat_delta({"content": text})
 
     def closing(self) -> Fields:
-        return {"delta": {}, "logprobs": self._logprobs(), "finish_reason": self._finish}
+        called = self.reader is not None and self.reader.calls > 0
+        return {"delta": {}, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if called else self.outcome.finish}
 
     def choice(self) -> Fields:
-        message: Fields = {"role": "assistant", "content": self.content or (None if self.calls else ""), "refusal": None}
-        message |= {"tool_calls": self.calls} if self.calls else {}
-        return {"message": message, "logprobs": self._logprobs(), "finish_reason": self._finish}
-
-    def _content(self, text: str) -> Fields:
-        self.content += text
-        return self.delta(text)
-
-    def _call(self, call: Call) -> Fields:
-        self.calls.append(call.as_openai())
-        return _chat_delta({"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]})
-
-    @property
-    def _finish(self) -> str:
-        return "tool_calls" if self.calls else self.outcome.finish
+        pieces = _pieces(self.make_reader and self.make_reader(), self.outcome.text, done=True)
+        content, calls = "".join(each for each in pieces if isinstance(each, str)), [each for each in pieces if isinstance(each, Call)]
+        message: Fields = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        message |= {"tool_calls": [call.as_openai() for call in calls]} if calls else {}
+        return {"message": message, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if calls else self.outcome.finish}
 
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
@@ -157,7 +162,7 @@ class EditWriter(ChatWriter):
 
     def choice(self) -> Fields:
         whole = super().choice()
-        whole["message"]["content"] = edited_region(self.content)
+        whole["message"]["content"] = edited_region(self.outcome.text)
         return whole
 
 
@@ -173,6 +178,11 @@ def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
         facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": [*map(_finite, outcome.log_probs)]}
         facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
     return facts
+
+
+def _pieces(reader: CallReader | None, text: str, *, done: bool) -> list[str | Call]:
+    """The content and the calls that a text adds."""
+    return list(reader.read(text, done=done)) if reader is not None else [text] * bool(text)
 
 
 def _chat_delta(delta: Fields) -> Fields:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unmask.serving.limits import ApiKeys, Bodies, Limits, SameOrigin, SecurityHeaders, given_key, same
+from unmask.serving.limits import Limits
+from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders, given_key, keys_match
 
 SMALL = Limits(body_bytes=10, body_seconds=0.05)
 
@@ -74,13 +75,13 @@ def answer(app: ASGIApp, *parts: bytes | float | None, **request: Any) -> Answer
 
 
 def test_a_body_within_the_limits_arrives_whole() -> None:
-    assert answer(Bodies(echo, SMALL), b"01234", b"", b"56789").body == b"0123456789"
-    assert answer(Bodies(echo, SMALL)).body == b""
+    assert answer(BodyLimits(echo, SMALL), b"01234", b"", b"56789").body == b"0123456789"
+    assert answer(BodyLimits(echo, SMALL)).body == b""
 
 
 @pytest.mark.parametrize("headers, parts", [({"Content-Length": "11"}, ()), ({}, (b"01234567890",)), ({}, (b"0123456789", b"0", b"1"))])
 def test_a_larger_body_is_refused_whether_it_says_so_or_comes_in_chunks(headers: dict[str, str], parts: tuple[bytes, ...]) -> None:
-    refused = answer(Bodies(echo, SMALL), *parts, headers=headers)
+    refused = answer(BodyLimits(echo, SMALL), *parts, headers=headers)
     assert (refused.status, refused.message) == (413, "the body has more than 10 bytes")
     assert refused.headers["connection"] == "close"
 
@@ -98,24 +99,24 @@ def test_of_a_body_that_is_too_large_no_more_is_read() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-length", b"400000000")]}
-    asyncio.run(Bodies(echo, SMALL)(scope, receive, send))
+    asyncio.run(BodyLimits(echo, SMALL)(scope, receive, send))
     assert sent[0]["status"] == 413
 
 
 def test_a_body_that_comes_too_slowly_is_refused() -> None:
-    refused = answer(Bodies(echo, SMALL), b"0", 5.0, b"1")
+    refused = answer(BodyLimits(echo, SMALL), b"0", 5.0, b"1")
     assert (refused.status, refused.message) == (408, "the body did not arrive within 0.05 seconds")
 
 
 def test_nobody_is_answered_who_has_gone() -> None:
-    assert call(Bodies(echo, SMALL), b"0", None) is None
+    assert call(BodyLimits(echo, SMALL), b"0", None) is None
 
 
 def test_prompts_are_logged_only_if_asked(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    answer(Bodies(echo, SMALL), b"secret")
+    answer(BodyLimits(echo, SMALL), b"secret")
     assert "secret" not in caplog.text
-    answer(Bodies(echo, SMALL, log=True), b"sec\x1bret", path="/v1/completions")
+    answer(BodyLimits(echo, SMALL, log=True), b"sec\x1bret", path="/v1/completions")
     assert "POST /v1/completions sec" in caplog.text and "\x1b" not in caplog.text
 
 
@@ -146,7 +147,7 @@ def test_health_is_open_and_a_server_without_keys_demands_none() -> None:
 
 
 def test_keys_are_compared_whole() -> None:
-    assert same("k", "k") and not same("", "k") and not same("k", "kk") and not same("\udcff", "k")
+    assert keys_match("k", "k") and not keys_match("", "k") and not keys_match("k", "kk") and not keys_match("\udcff", "k")
     assert given_key("Bearer  k ") == "k" and given_key("Digest k") == ""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,11 +16,9 @@ from typing_extensions import TypedDict
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import DataError, GenerationError, UnmaskError
+from unmask.generation.remote.protocol import OPENAI_NAMES
 from unmask.serving.service import OverloadedError, ServiceError
 
-OPENAI_NAMES = {name: name for name in ("temperature", "top_p", "seed")}
-OPENAI_NAMES |= {"max_new_tokens": "max_tokens", "top_log_probs": "top_logprobs"}
-"""OpenAI's names of settings of `SamplerConfig`; the others are fields of `diffusion`."""
 OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -101,7 +99,8 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
         path += [context["param"]] if context else []
         return error_response(f"{'.'.join(path)} is not a known field", 400, ".".join(path), "unknown_parameter")
     elif first["type"] == "unsupported":
-        return error_response(f"{context['param']} is not supported{context['why']}", 400, context["param"], "unsupported_parameter")
+        field = ".".join([*path, context["param"]])
+        return error_response(f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter")
     elif first["type"] == "missing":
         path, message = [*path, str(first["loc"][-1])], "is required"
     else:
@@ -125,16 +124,12 @@ def add_error_handlers(app: FastAPI) -> None:
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, StarletteHTTPException)
-        return error_response(f"{request.method} {request.url.path}: {error.detail}", error.status_code, **dict(error.headers or {}))
+        path = request.url.path
+        if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):  # embeddings, images, ...
+            return error_response(f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404)
+        return error_response(f"{request.method} {path}: {error.detail}", error.status_code, **dict(error.headers or {}))
 
     app.add_exception_handler(StarletteHTTPException, answer)
-
-
-class OpenAIRoute(APIRoute):
-    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        return answering_errors(super().get_route_handler())
 
 
 def check_depth(value: Any, where: str) -> None:
@@ -161,20 +156,23 @@ async def _check_body(request: Request) -> None:
         check_depth(value, name)
 
 
-def answering_errors(handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """A handler that answers what is wrong with a request."""
+class OpenAIRoute(APIRoute):
+    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
 
-    async def answer(request: Request) -> Response:
-        try:
-            await _check_body(request)
-            return await handler(request)
-        except RequestValidationError as error:
-            return refusal(error.errors(), error.body)
-        except StarletteHTTPException as error:
-            return error_response(str(error.detail), error.status_code)
-        except UnmaskError as error:
-            status, body = error_of(error)
-            headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
-            return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
 
-    return answer
+        async def answer(request: Request) -> Response:
+            try:
+                await _check_body(request)
+                return await handler(request)
+            except RequestValidationError as error:
+                return refusal(error.errors(), error.body)
+            except StarletteHTTPException as error:
+                return error_response(str(error.detail), error.status_code)
+            except UnmaskError as error:
+                status, body = error_of(error)
+                headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+                return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+
+        return answer
