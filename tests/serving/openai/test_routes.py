@@ -26,8 +26,14 @@ def long_text(*pattern) -> str:
     return unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=40, temperature=1.0, seed=3, stop_at_eos=False)).texts[0]
 
 
-@pytest.mark.parametrize("pattern", [BLOCKS, ("bidirectional", None)], ids=str)
-@pytest.mark.parametrize("start, length", [(0, 1), (9, 3), (20, 5), (38, 2)])
+BOTH_SIDES = ("bidirectional", None)  # which commits all of its text in its last step
+
+
+@pytest.mark.parametrize(
+    "pattern, start, length",
+    [(BLOCKS, 0, 1), (BLOCKS, 9, 3), (BLOCKS, 20, 5), (BLOCKS, 38, 2), (BOTH_SIDES, 0, 1), (BOTH_SIDES, 20, 5)],
+    ids=str,
+)
 def test_a_stop_string_cuts_the_text_wherever_its_tokens_begin(pattern, start, length, service):
     scheduler, whole = service(*pattern), long_text(*pattern)
     stop = whole[start : start + length]
