@@ -42,7 +42,7 @@ def plain() -> Iterator[str]:
 
 
 def test_many_clients_get_what_each_would_get_alone() -> None:
-    lm, prompts = tiny(attention="block_causal", block_size=4), ["abc", "f", "fedcba", "dd"] * 4
+    lm, prompts = tiny(attention="block_causal", block_size=4, layers=1), ["abc", "f", "fedcba", "dd"] * 4
     with served(lm, batch_size=4) as url, ThreadPoolExecutor(16) as clients:
         answers = list(clients.map(lambda prompt: complete(url, prompt), prompts))
         texts = [answer.json()["choices"][0]["text"] for answer in answers]

@@ -222,7 +222,7 @@ def test_an_edit_answers_the_region_in_a_fence(service):
     constraint = {"constraint": {"choice": ["```py\ny = 1\n```", "y = 2", "<|code_to_edit|>\ny = 3\n<|/code_to_edit|>"]}}
     seen = set()
     for seed in range(6):
-        asked = {"messages": [{"role": "user", "content": EDIT}], "max_tokens": 60, "temperature": 5.0, "seed": seed}
+        asked = {"messages": [{"role": "user", "content": EDIT}], "max_tokens": 52, "temperature": 5.0, "seed": seed}
         found = answer(service(*BLOCKS), "edit/completions", **asked, diffusion=constraint)
         assert found["object"] == "edit.completion" and found["id"].startswith("editcmpl-")
         seen.add(found["choices"][0]["message"]["content"])
@@ -233,7 +233,7 @@ def test_calls_that_the_model_chooses_to_make(service):
     """A constraint stands for a model that writes a call by itself."""
     scheduler = service(*BLOCKS)
     text = 'Well: <tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>'
-    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 90}
+    asked = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "f"}}], "max_tokens": 80}
     asked["diffusion"] = {"constraint": {"choice": [text]}}
     [choice] = answer(scheduler, "chat/completions", **asked)["choices"]
     assert choice["message"]["content"] == "Well: " and choice["finish_reason"] == "tool_calls"
