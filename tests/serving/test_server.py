@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import unmask
 from tests.generation.tiny_models import tiny
 from tests.helpers import REPOSITORY
-from tests.serving.servers import http_get, http_post, served
+from tests.serving.servers import connect, http_get, http_post, served
 from unmask.cli import app
 from unmask.cli.serve import keys_of, name_of
 from unmask.config.run import SamplerConfig
@@ -39,9 +39,20 @@ def command(*words: Any, environment: dict[str, str] | None = None) -> Iterator[
             assert process.stdout is not None
             line = next((line for line in process.stdout if "is served as" in line), "")
             assert line, "it ended"
-            yield process, line.split()[-1]
+            url = line.split()[-1]
+            until_it_listens(url)
+            yield process, url
         finally:
             process.kill()
+
+
+def until_it_listens(url: str) -> None:
+    """The address is told a moment before it accepts connections."""
+    while True:
+        try:
+            return connect(url).close()
+        except ConnectionRefusedError:
+            time.sleep(0.01)
 
 
 def complete(url: str, prompt: str, **fields: Any) -> httpx.Response:
