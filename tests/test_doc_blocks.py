@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import asyncio
 import contextlib
 import functools
 import importlib
@@ -32,12 +31,11 @@ from typer.testing import CliRunner
 
 import unmask as package
 from tests.helpers import REPOSITORY
-from tests.serving.openai.asking import app_of, post
-from tests.serving.servers import running, served
+from tests.serving.servers import http_post, served
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
-from unmask.config.layers import read_layers
+from unmask.config.layers import ADMIN_KEY, read_layers
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
@@ -45,6 +43,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.demo import DemoSettings, small_model
 from unmask.models.load import load
 from unmask.rl.methods import METHODS
+from unmask.serving.app import AppSettings
 from unmask.tasks import Task, get_task
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -53,6 +52,8 @@ LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagra
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
 SERVER = "localhost:8000"
 PARSED = ("serve", "chat", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
+LMDEPLOY = {"--dllm-block-length", "--dllm-unmasking-strategy", "--server-port"}  # of its parser, as of those below
+SGLANG = {"--model-path", "--dllm-algorithm", "--port"}
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
 SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
 VERBS = {"conversion.md": "convert", "preferences.md": "dpo", "data.md": "pretrain"}
@@ -188,6 +189,10 @@ def give_words(words: list[str], *, run: bool) -> None:
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
     elif name == "unmask":
         give(words[1:], run=run)
+    elif name == "lmdeploy":
+        assert words[1:3] == ["serve", "api_server"] and flags_of(words) <= LMDEPLOY
+    elif name == "export":  # of a variable
+        assert all(is_variable(words[1:], index) for index in range(len(words) - 1))
     elif name in ("pytest", "apt-get"):
         assert all((REPOSITORY / word.rstrip(";")).exists() for word in words if word.startswith("tests/"))
     elif name == "curl":
@@ -201,11 +206,18 @@ def give_words(words: list[str], *, run: bool) -> None:
 
 
 def send(words: list[str]) -> None:
-    """Send the request of a `curl` to a server of a small model. It is not refused."""
+    """Send the request of a `curl` to a server of a small model, which takes weights from the folder `runs`. It is not refused."""
     [address] = [urlsplit(word) for word in words if word.startswith("http")]
-    with running(load("runs/sft/model"), "sft") as scheduler:
-        response = asyncio.run(post(app_of(scheduler), address.path.removeprefix("/v1/"), json.loads(words[words.index("-d") + 1])))
+    headers = dict(word.split(": ") for before, word in itertools.pairwise(words) if before == "-H")
+    headers = {name: value.replace(f"${ADMIN_KEY}", "admin") for name, value in headers.items()}
+    body = words[words.index("-d") + 1]
+    with served(load("runs/sft/model"), AppSettings(admin_key="admin", weights_from=(Path("runs"),)), name="sft") as url:
+        response = http_post(f"{url}{address.path}", content=body.encode(), headers=headers)
     assert (address.netloc, response.status_code) == (SERVER, 200), response.text
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
 
 
 def give_module(words: list[str]) -> None:
@@ -221,6 +233,8 @@ def give_module(words: list[str]) -> None:
         parse_benchmark(module, arguments)
     elif module == "unmask.evaluation.harness":
         parse_harness(arguments)
+    elif module == "sglang.launch_server":
+        assert flags_of(arguments) <= SGLANG
     else:
         assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
 

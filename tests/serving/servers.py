@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
 import pytest
 
 import unmask
@@ -22,6 +24,8 @@ from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import make_server, open_port
 
 ADMIN = {"Authorization": "Bearer admin"}
+http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, verify=False, timeout=120)
+"""Without certificates, which take longer to read than most answers take."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import pytest
 
 import unmask
 from tests.generation.tiny_models import tiny
-from tests.serving.servers import connect, served
+from tests.serving.servers import connect, http_get, http_post, served
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
@@ -26,11 +26,11 @@ KEY = {"Authorization": "Bearer api"}
 
 def complete(url: str, prompt: str = "abc", headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, **fields}
-    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+    return http_post(f"{url}/v1/completions", json=body, headers=headers)
 
 
 def metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = http_get(f"{url}/metrics").text.splitlines()
     return float(next(line.rpartition(" ")[2] for line in lines if line.rpartition(" ")[0] == name))
 
 
@@ -42,7 +42,7 @@ def plain() -> Iterator[str]:
 
 
 def test_many_clients_get_what_each_would_get_alone() -> None:
-    lm, prompts = tiny(attention="block_causal", block_size=4), ["abc", "f", "fedcba", "dd"] * 4
+    lm, prompts = tiny(attention="block_causal", block_size=4, layers=1), ["abc", "f", "fedcba", "dd"] * 4
     with served(lm, batch_size=4) as url, ThreadPoolExecutor(16) as clients:
         answers = list(clients.map(lambda prompt: complete(url, prompt), prompts))
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
@@ -56,10 +56,10 @@ def test_many_clients_get_what_each_would_get_alone() -> None:
 def test_with_a_key_only_health_is_open() -> None:
     with served(tiny(), AppSettings(api_keys=("api",), loopback=False)) as url:
         closed = ["/v1/models", "/metrics", "/", "/openapi.json", "/docs", "/nothing"]
-        assert {httpx.get(f"{url}{path}").status_code for path in closed} == {401}
-        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert {http_get(f"{url}{path}").status_code for path in closed} == {401}
+        assert http_get(f"{url}/health").json() == {"status": "ok"}
         assert complete(url).status_code == 401 and complete(url, headers=KEY).status_code == 200
-        assert httpx.get(f"{url}/metrics", headers=KEY).status_code == 200
+        assert http_get(f"{url}/metrics", headers=KEY).status_code == 200
 
 
 def test_another_address_demands_a_key() -> None:
@@ -78,7 +78,7 @@ def test_a_body_of_more_than_a_mebibyte_is_refused(plain: str) -> None:
 def test_pages_of_other_sites_get_nothing_unless_they_are_named(plain: str) -> None:
     origin = {"Origin": "https://app.example"}
     assert complete(plain, headers=origin).status_code == 403
-    assert httpx.get(f"{plain}/health", headers={"Host": "evil.example"}).status_code == 403
+    assert http_get(f"{plain}/health", headers={"Host": "evil.example"}).status_code == 403
     with served(tiny(), AppSettings(allow_origins=("https://app.example",))) as url:
         allowed = complete(url, headers=origin)
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == "https://app.example"
@@ -87,14 +87,14 @@ def test_pages_of_other_sites_get_nothing_unless_they_are_named(plain: str) -> N
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/nothing", "/metrics"])
 def test_every_answer_protects_browsers_and_none_allows_other_sites(path: str, plain: str) -> None:
-    headers = httpx.get(f"{plain}{path}").headers
+    headers = http_get(f"{plain}{path}").headers
     assert headers["content-security-policy"].startswith("default-src 'self'") and headers["x-content-type-options"] == "nosniff"
     assert "access-control-allow-origin" not in headers and "server" not in headers
 
 
 def test_an_unknown_path_is_an_error_in_openais_shape_and_no_label_of_a_metric(plain: str) -> None:
-    answer = httpx.get(f"{plain}/made/up")
-    text = httpx.get(f"{plain}/metrics").text
+    answer = http_get(f"{plain}/made/up")
+    text = http_get(f"{plain}/metrics").text
     assert answer.status_code == 404 and answer.json()["error"]["type"] == "invalid_request_error"
     assert "/made/up" not in text and metric(plain, 'unmask_requests_total{route="other",status="404"}') >= 1
 
@@ -102,11 +102,11 @@ def test_an_unknown_path_is_an_error_in_openais_shape_and_no_label_of_a_metric(p
 def test_the_playground_is_served_where_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "PLAYGROUND", tmp_path)
     with served(tiny()) as url:
-        assert httpx.get(url).status_code == 404
+        assert http_get(url).status_code == 404
     (tmp_path / "index.html").write_text("<!doctype html>the playground")
     with served(tiny()) as url:
-        assert "the playground" in httpx.get(url).text
-        assert httpx.get(f"{url}/../app.py").status_code == 404 and httpx.get(f"{url}/v1/models").status_code == 200
+        assert "the playground" in http_get(url).text
+        assert http_get(f"{url}/../app.py").status_code == 404 and http_get(f"{url}/v1/models").status_code == 200
 
 
 def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,10 +117,10 @@ def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypa
         with monkeypatch.context() as patch:
             patch.setattr(Engine, "step", fail)
             failed = [complete(url) for _ in range(3)]
-            health = httpx.get(f"{url}/health")
+            health = http_get(f"{url}/health")
         assert {answer.status_code for answer in failed} == {500} and "secret" not in failed[0].text
         assert (health.status_code, health.json()) == (503, {"status": "failing"})
-        assert complete(url).status_code == 200 and httpx.get(f"{url}/health").status_code == 200
+        assert complete(url).status_code == 200 and http_get(f"{url}/health").status_code == 200
 
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import unmask
 from tests.generation.tiny_models import tiny
 from tests.helpers import REPOSITORY
-from tests.serving.servers import served
+from tests.serving.servers import connect, http_get, http_post, served
 from unmask.cli import app
 from unmask.cli.serve import keys_of, name_of
 from unmask.config.run import SamplerConfig
@@ -39,14 +39,25 @@ def command(*words: Any, environment: dict[str, str] | None = None) -> Iterator[
             assert process.stdout is not None
             line = next((line for line in process.stdout if "is served as" in line), "")
             assert line, "it ended"
-            yield process, line.split()[-1]
+            url = line.split()[-1]
+            until_it_listens(url)
+            yield process, url
         finally:
             process.kill()
 
 
+def until_it_listens(url: str) -> None:
+    """The address is told a moment before it accepts connections."""
+    while True:
+        try:
+            return connect(url).close()
+        except ConnectionRefusedError:
+            time.sleep(0.01)
+
+
 def complete(url: str, prompt: str, **fields: Any) -> httpx.Response:
     body = {"model": "model", "prompt": prompt, "max_tokens": 32, "temperature": 0, **fields}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+    return http_post(f"{url}/v1/completions", json=body)
 
 
 @pytest.mark.slow
@@ -59,9 +70,9 @@ def test_sigterm_under_load_loses_no_accepted_answer(tmp_path: Path) -> None:
         clients = [threading.Thread(target=lambda i=i, p=p: answers.update({i: complete(url, p)})) for i, p in enumerate(prompts)]
         for client in clients:
             client.start()
-        while "\nunmask_running_sequences 2.0" not in httpx.get(f"{url}/metrics").text:
+        while "\nunmask_running_sequences 2.0" not in http_get(f"{url}/metrics").text:
             time.sleep(0.001)
-        accepted = float(httpx.get(f"{url}/metrics").text.split("\nunmask_queue_length ")[1].split()[0])
+        accepted = float(http_get(f"{url}/metrics").text.split("\nunmask_queue_length ")[1].split()[0])
         process.send_signal(signal.SIGTERM)
         for client in clients:
             client.join()
@@ -80,11 +91,11 @@ def test_after_the_grace_what_is_left_ends_with_a_clear_error() -> None:
 
         def ask() -> None:
             body = {"model": "tiny", "prompt": ["a"] * 256, "max_tokens": 36, "temperature": 0}
-            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=120))
+            answers.append(http_post(f"{url}/v1/completions", json=body))
 
         client = threading.Thread(target=ask)
         client.start()
-        while "\nunmask_running_sequences 1.0" not in httpx.get(f"{url}/metrics").text:
+        while "\nunmask_running_sequences 1.0" not in http_get(f"{url}/metrics").text:
             assert client.is_alive(), answers
     client.join()
     assert answers[0].status_code == 503

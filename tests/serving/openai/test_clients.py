@@ -121,7 +121,7 @@ def test_json_that_fits_a_schema(client):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_is_called(client, choice, stream):
-    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": choice, "max_tokens": 150}
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": choice, "max_tokens": 110}
     asked |= {"temperature": 1.0, "seed": 4}
     if stream:
         with client.chat.completions.stream(**asked) as events:

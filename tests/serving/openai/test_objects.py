@@ -5,13 +5,12 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-import httpx2 as httpx
 import jsonschema
 import pytest
 
 from tests.generation.tiny_models import tiny
 from tests.serving.openai.asking import answer, ask, get, stream
-from tests.serving.servers import ADMIN, served
+from tests.serving.servers import ADMIN, http_get, http_post, served
 from unmask.serving.app import AppSettings
 
 MESSAGES = [{"role": "user", "content": "Is it raining in Oslo?"}]
@@ -130,9 +129,9 @@ def test_new_weights_are_as_the_schema_says(tmp_path):
     model = tiny(attention="block_causal", block_size=3, layers=1)
     model.save(tmp_path / "new")
     with served(model, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
-        api = httpx.get(f"{url}/openapi.json").json()
+        api = http_get(f"{url}/openapi.json").json()
         for body in ({"path": "new", "version": "1"}, {"path": "absent", "version": "1"}):
-            answered = httpx.post(f"{url}/v1/weights", json=body, headers=ADMIN, timeout=60)
+            answered = http_post(f"{url}/v1/weights", json=body, headers=ADMIN)
             assert answered.status_code == (200 if body["path"] == "new" else 400)
             if answered.status_code == 200:
                 check(api, "/v1/weights", "post", 200, answered.json())
