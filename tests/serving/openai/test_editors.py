@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 import unmask
 from tests.serving.models import model
 from tests.serving.openai.asking import answer, ask, stream
@@ -76,10 +78,15 @@ def test_a_completion_that_litellm_sends_for_inception(service):
     assert choice["text"] == filled(12, LITELLM["stop"])
 
 
-def test_a_completion_as_of_mistral(service):
-    chunks = stream(service(), "fim/completions", **MISTRAL, seed=4)
-    text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-    assert text == filled(12, MISTRAL["stop"], temperature=0.2, top_p=0.95, seed=4)
+@pytest.mark.parametrize("frames", [False, True])
+def test_a_completion_as_of_mistral(frames, service):
+    chunks = stream(service(), "fim/completions", **MISTRAL, seed=4, diffusion={"stream": "frames" if frames else "text"})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    expected = filled(12, MISTRAL["stop"], temperature=0.2, top_p=0.95, seed=4)
+    assert expected and "".join(choice["delta"]["content"] for choice in choices) == expected  # a client reads it of every chunk
+    assert "".join(choice["text"] for choice in choices) == expected
+    [whole] = answer(service(), "fim/completions", **MISTRAL, seed=4)["choices"]
+    assert whole["message"]["content"] == whole["text"] == expected
 
 
 def test_an_edit_of_zed(service):

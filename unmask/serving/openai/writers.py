@@ -84,6 +84,23 @@ class TextWriter:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
+class FimWriter(TextWriter):
+    """A choice of a completion for editors. Those made for Mistral's API read a message, those made for Inception's the text."""
+
+    def opening(self) -> list[Fields]:
+        return [{**self.delta(""), "delta": {"role": "assistant", "content": ""}}]
+
+    def delta(self, text: str) -> Fields:
+        return {**super().delta(text), "delta": {"content": text}}
+
+    def closing(self) -> Fields:
+        return {**super().closing(), "delta": {"content": ""}}
+
+    def choice(self) -> Fields:
+        choice = super().choice()
+        return {**choice, "message": {"role": "assistant", "content": choice["text"], "refusal": None}}
+
+
 class InfillWriter(TextWriter):
     """A choice of a text with gaps. The whole one also has what each gap was filled with."""
 
