@@ -21,6 +21,17 @@ CONTINUE = {  # streams of its provider `inception`, from /v1/completions, with 
     "presence_penalty": 1.5,
     "stop": ["<|endoftext|>", "\n\n", "\n \n"],
 }
+CONTINUE_EDIT = {  # of its provider `inception`, from /v1/edit/completions, streamed or whole
+    "model": "tiny",
+    "max_tokens": 16,
+    "temperature": 0,
+    "presence_penalty": 0,
+    "stop": ["<|endoftext|>"],
+}
+CONTINUE_SYSTEM = (  # shortened
+    "You are Mercury, created by Inception Labs. Your task is to predict and complete the changes the developer would have made next in "
+    "the <|code_to_edit|> section. The output should be the revised code that was between the <|code_to_edit|> and <|/code_to_edit|> tags."
+)
 LITELLM = {"model": "tiny", "prompt": PREFIX, "suffix": SUFFIX, "max_tokens": 12, "stop": ["\n\n"], "stream": False}
 MISTRAL = {  # streams of plugins for Codestral, from /v1/fim/completions
     "model": "tiny",
@@ -68,9 +79,42 @@ def filled(size: int, stops: list[str], **sampling: float) -> str:
 
 def test_a_completion_of_continue(service):
     penalty = ask(service(), "completions", **CONTINUE)
-    assert penalty.status_code == 400 and penalty.json()["error"]["param"] == "presence_penalty"
+    error = penalty.json()["error"]
+    assert penalty.status_code == 400 and error["param"] == "presence_penalty"
+    assert error["message"].endswith("Send 0, or leave it out; diffusion.repetition_penalty is another penalty.")
     chunks = stream(service(), "completions", **CONTINUE | {"presence_penalty": 0})  # as a user of Continue may set it
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == filled(16, CONTINUE["stop"])
+
+
+def test_a_completion_of_continue_at_the_end_of_a_file(service):
+    """Its suffix is then the name of an end token."""
+    asked = CONTINUE | {"presence_penalty": 0, "suffix": "<|endoftext|>", "stop": None}
+    chunks = stream(service(), "completions", **asked)
+    assert ["".join(chunk["choices"][0]["text"] for chunk in chunks)] == unmask.generate(
+        model(), [PREFIX], SamplerConfig(max_new_tokens=16)
+    ).texts
+
+
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": CONTINUE_SYSTEM}]], ids=["user", "system and user"])
+def test_an_edit_of_continue(system, service):
+    asked = CONTINUE_EDIT | {"messages": [*system, {"role": "user", "content": ZED}]}
+    chunks = stream(service("block_causal", 4), "edit/completions", **asked)
+    streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    [choice] = answer(service("block_causal", 4), "edit/completions", **asked)["choices"]
+    assert streamed == choice["message"]["content"]
+    assert chunks[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+    prompt = [*system, {"role": "user", "content": ZED}] if system else edit_prompt(ZED)
+    [expected] = unmask.generate(model("block_causal", 4), [prompt], SamplerConfig(max_new_tokens=16)).texts
+    assert streamed == edited_region(expected, ZED)
+    assert streamed[streamed.index("```\n") + 4 : streamed.rindex("\n\n```")]  # as Continue reads it
+
+
+def test_the_edited_region_ends_its_line_as_the_region_did():
+    """Zed replaces the region by what stands in the fence: without the end of the line it would join the next line to it."""
+    fence = "```\ny = 1\n```"
+    assert edited_region(fence, "<|code_to_edit|>\ny\n<|/code_to_edit|>\n") == "```\ny = 1\n\n```"
+    assert edited_region("```\ny = 1\n\n```", "<|code_to_edit|>\ny\n<|/code_to_edit|>") == "```\ny = 1\n\n```"
+    assert edited_region(fence, "<|code_to_edit|>y<|/code_to_edit|>\n") == fence
 
 
 def test_a_completion_that_litellm_sends_for_inception(service):
@@ -93,7 +137,7 @@ def test_an_edit_of_zed(service):
     asked = {"model": "tiny", "messages": [{"role": "user", "content": ZED}], "stream": False, "max_completion_tokens": None}
     [choice] = answer(service("block_causal", 4), "edit/completions", **asked)["choices"]
     content = choice["message"]["content"]
-    assert content.startswith("```\n") and content.endswith("\n```")
+    assert content.startswith("```\n") and content.endswith("\n\n```")  # the region ends its line
     lm = model("block_causal", 4)
     [expected] = unmask.generate(lm, [edit_prompt(ZED)], SamplerConfig()).texts
-    assert content == edited_region(expected)
+    assert content == edited_region(expected, ZED)

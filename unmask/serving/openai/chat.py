@@ -15,9 +15,10 @@ from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
+from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.edits import edit_prompt
 from unmask.serving.openai.plans import Context, Plan, plan_prompts
-from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
+from unmask.serving.openai.requests import ChatRequest, Message
 from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
 from unmask.serving.openai.tools import CallFormat, CallReader, call_constraint, call_format, check_renders_tools
 
@@ -64,7 +65,7 @@ async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallForm
 
 async def plan_edit(context: Context, body: EditRequest) -> Plan:
     """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one region."""
-    messages = edit_prompt(body.messages[0].content)
+    messages = edit_prompt(body.content, body.instruction)
     ids = await asyncio.to_thread(encode_messages, context.lm.tokenizer, messages)
     return await plan_prompts(context, body, [ids], sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens))
 

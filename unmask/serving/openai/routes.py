@@ -18,11 +18,12 @@ from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
+from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
 from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCompletion, Infill, TextCompletion
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
 from unmask.serving.service import Events, Service, time_limit_error
 
@@ -96,7 +97,7 @@ async def _chat(context: Context, body: ChatRequest) -> Reply:
 
 
 async def _edit(context: Context, body: EditRequest) -> Reply:
-    return Reply(context.service, body, await plan_edit(context, body), EDIT, EditWriter)
+    return Reply(context.service, body, await plan_edit(context, body), EDIT, partial(EditWriter, content=body.content))
 
 
 async def _completion(context: Context, body: CompletionRequest) -> Reply:

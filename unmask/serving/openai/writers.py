@@ -175,11 +175,22 @@ class ChatWriter(TextWriter):
 
 
 class EditWriter(ChatWriter):
-    """A choice of an edit."""
+    """A choice of an edit, which is written again when it is whole: a stream has it in one piece.
+
+    Args:
+        content: the message with the region to edit.
+    """
+
+    def __init__(self, progress: Progress, content: str):
+        super().__init__(progress)
+        self.content = content
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        return [self.delta(edited_region(self.outcome.text, self.content))] if done else []
 
     def choice(self) -> Fields:
         whole = super().choice()
-        whole["message"]["content"] = edited_region(self.outcome.text)
+        whole["message"]["content"] = edited_region(self.outcome.text, self.content)
         return whole
 
 
