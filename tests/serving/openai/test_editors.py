@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 import unmask
-from tests.serving.models import model
+from tests.serving.models import CONTEXT, model
 from tests.serving.openai.asking import answer, ask, stream
 from unmask.config.run import SamplerConfig
+from unmask.serving.limits import Limits
 from unmask.serving.openai.edits import edit_prompt, edited_region
+from unmask.serving.openai.settings import EDIT_MARGIN
 
 PREFIX = "def mean(values):\n    total = "
 SUFFIX = "\n    return total / len(values)\n"
@@ -109,6 +111,43 @@ def test_an_edit_of_continue(system, service):
     assert streamed[streamed.index("```\n") + 4 : streamed.rindex("\n\n```")]  # as Continue reads it
 
 
+def edited(region: str, scheduler, limits: Limits | None = None, **asked):
+    message = {"role": "user", "content": f"<|code_to_edit|>\n{region}<|/code_to_edit|>"}
+    return ask(scheduler, "edit/completions", limits, messages=[message], **asked)
+
+
+@pytest.mark.parametrize("region, most", [("a\n" * 20, 40 + EDIT_MARGIN), ("a\n" * 20, 60), ("a\n" * 420, 4096)])
+def test_an_edit_may_be_longer_than_its_region_within_the_limits(region, most, service):
+    scheduler = service("block_causal", 4)
+    usage = edited(region, scheduler, Limits(max_tokens=most), diffusion={"stop_at_eos": False, "threshold": 1e-9}).json()["usage"]
+    expected = min(len(region) + EDIT_MARGIN, most, CONTEXT - usage["prompt_tokens"])
+    assert len(region) < usage["completion_tokens"] == expected
+
+
+def test_a_region_without_room_for_it_is_refused(service):
+    for region, limits in (("a" * 61, Limits(max_tokens=60)), ("a" * 1000, Limits())):
+        error = edited(region, service("block_causal", 4), limits).json()["error"]
+        assert error["param"] == "messages" and f"the region to edit has {len(region):,} tokens" in error["message"], error
+        assert "Mark fewer lines, or give max_tokens" in error["message"]
+
+
+def test_the_default_length_of_an_edit_is_one_of_whole_blocks(service):
+    found = edited("a" * 9, service(), diffusion={"block_size": 8, "stop_at_eos": False, "threshold": 1e-9}).json()
+    assert found["usage"]["completion_tokens"] == 144
+
+
+NEWER = [("fim/completions", {"prompt": "ab"}), ("edit/completions", {"messages": [{"role": "user", "content": ZED}]})]
+
+
+@pytest.mark.parametrize("path, body", NEWER)
+def test_the_newer_name_of_max_tokens(path, body, service):
+    scheduler = service("block_causal", 4)
+    named = [answer(scheduler, path, **body, seed=1, **{name: 12})["choices"] for name in ("max_tokens", "max_completion_tokens")]
+    assert named[0] == named[1]
+    error = ask(scheduler, path, **body, max_tokens=12, max_completion_tokens=13).json()["error"]
+    assert error["param"] == "max_completion_tokens" and "differs from max_tokens" in error["message"]
+
+
 def test_the_edited_region_ends_its_line_as_the_region_did():
     """Zed replaces the region by what stands in the fence: without the end of the line it would join the next line to it."""
     fence = "```\ny = 1\n```"
@@ -139,5 +178,6 @@ def test_an_edit_of_zed(service):
     content = choice["message"]["content"]
     assert content.startswith("```\n") and content.endswith("\n\n```")  # the region ends its line
     lm = model("block_causal", 4)
-    [expected] = unmask.generate(lm, [edit_prompt(ZED)], SamplerConfig()).texts
+    size = len("def celsius(kelvin):\n    return kelvin - <|cursor|>\n") + EDIT_MARGIN  # a token is a character
+    [expected] = unmask.generate(lm, [edit_prompt(ZED)], SamplerConfig(max_new_tokens=size)).texts
     assert content == edited_region(expected, ZED)

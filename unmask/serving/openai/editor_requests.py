@@ -8,13 +8,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from unmask.serving.openai.requests import NO_PENALTY, NOTHING, Body, Many, SamplingRequest
+from unmask.serving.openai.requests import NO_PENALTY, NOTHING, Body, Many, NewerRequest
 
 NO_SUFFIX = "<|endoftext|>"
 """What editors made for Inception's API send as the suffix at the end of a file."""
 
 
-class FimRequest(SamplingRequest):
+class FimRequest(NewerRequest):
     """A body of /v1/fim/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY)
@@ -34,7 +34,7 @@ class EditMessage(Body):
     `<|edit_diff_history|>`."""
 
 
-class EditRequest(SamplingRequest):
+class EditRequest(NewerRequest):
     """A body of /v1/edit/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {

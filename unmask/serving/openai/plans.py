@@ -92,7 +92,7 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     check_answers(len(prompts), body, context.limits)
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
-    config = sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
     encoded = await asyncio.to_thread(lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts])
     return await plan_prompts(context, body, encoded, config)
 
@@ -132,7 +132,7 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
     lm, prompt, suffix = context.lm, prompts[0], body.suffix or ""
-    config = sampler_config(lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    config = sampler_config(lm, body, context.limits, top_log_probs=_top_log_probs(body))
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
         return await plan_prompts(context, body, [encoded], config)

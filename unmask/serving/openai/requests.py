@@ -269,7 +269,14 @@ class SchemaFormat(Body):
     json_schema: NamedSchema
 
 
-class ChatRequest(SamplingRequest):
+class NewerRequest(SamplingRequest):
+    """What newer routes than /v1/completions have."""
+
+    max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`."""
+
+
+class ChatRequest(NewerRequest):
     """A body of /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -284,8 +291,6 @@ class ChatRequest(SamplingRequest):
 
     messages: Many[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     """The conversation. Where the last message is the assistant's, it is continued."""
-    max_completion_tokens: Count | None = None
-    """The newer name of `max_tokens`."""
     logprobs: bool = False
     """Whether the answer has the log-probability of each token when it was revealed, at temperature 1."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
