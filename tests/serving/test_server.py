@@ -25,8 +25,10 @@ from unmask.cli import app
 from unmask.cli.serve import keys_of, name_of
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
+from unmask.serving.app import AppSettings, make_app
 from unmask.serving.middleware import LOOPBACK
-from unmask.serving.server import open_port
+from unmask.serving.scheduler import Scheduler
+from unmask.serving.server import make_server, open_port
 
 
 @contextmanager
@@ -40,19 +42,10 @@ def command(*words: Any, environment: dict[str, str] | None = None) -> Iterator[
             line = next((line for line in process.stdout if "is served as" in line), "")
             assert line, "it ended"
             url = line.split()[-1]
-            until_it_listens(url)
+            connect(url).close()  # it accepts when it says where it is
             yield process, url
         finally:
             process.kill()
-
-
-def until_it_listens(url: str) -> None:
-    """The address is told a moment before it accepts connections."""
-    while True:
-        try:
-            return connect(url).close()
-        except ConnectionRefusedError:
-            time.sleep(0.01)
 
 
 def complete(url: str, prompt: str, **fields: Any) -> httpx.Response:
@@ -83,6 +76,21 @@ def test_sigterm_under_load_loses_no_accepted_answer(tmp_path: Path) -> None:
     for index, answer in answers.items():
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["text"] == unmask.generate(lm, [prompts[index]], config).texts[0]
+
+
+def test_what_is_done_at_the_start_finds_the_port_open() -> None:
+    scheduler, found = Scheduler(tiny(layers=1), "tiny"), []
+    with open_port("127.0.0.1", 0) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def look() -> None:
+            connect(url).close()
+            found.append(url)
+            server.should_exit = True
+
+        server = make_server(make_app(scheduler, AppSettings()), scheduler, grace=0, on_start=look)
+        server.run(sockets=[listener])
+    assert found == [url]
 
 
 def test_after_the_grace_what_is_left_ends_with_a_clear_error() -> None:

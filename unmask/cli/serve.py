@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,9 +71,10 @@ def serve(
         lm = load(model.path, **model.load_arguments())
         most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
         scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
-        server = make_server(make_app(scheduler, settings), scheduler, connections=ConnectionLimits(max_connections), grace=grace)
         address = listener.getsockname()
-        typer.echo(f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{address[0]}:{address[1]}")
+        served = f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{address[0]}:{address[1]}"
+        limits, tell = ConnectionLimits(max_connections), partial(typer.echo, served)
+        server = make_server(make_app(scheduler, settings), scheduler, connections=limits, grace=grace, on_start=tell)
         server.run(sockets=[listener])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 from functools import partial
 
 import uvicorn
@@ -21,10 +22,15 @@ class GracefulServer(uvicorn.Server):
     """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
     answered with an error. It also ends when the engine does."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float):
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float, on_start: Callable[[], object]):
         super().__init__(config)
-        self.scheduler, self.grace = scheduler, grace
+        self.scheduler, self.grace, self.on_start = scheduler, grace, on_start
         scheduler.on_end = partial(setattr, self, "should_exit", True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         ending = asyncio.create_task(self.scheduler.stop(self.grace))
@@ -46,13 +52,20 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def make_server(
-    app: ASGIApp, scheduler: Scheduler, *, connections: ConnectionLimits | None = None, grace: float = 30.0, keep_alive: int = 5
+    app: ASGIApp,
+    scheduler: Scheduler,
+    *,
+    connections: ConnectionLimits | None = None,
+    grace: float = 30.0,
+    keep_alive: int = 5,
+    on_start: Callable[[], object] = lambda: None,
 ) -> GracefulServer:
     """A server of an application; `run(sockets=[listener])` serves until a signal comes.
 
     Args:
         grace: seconds in which accepted requests may finish after the signal.
         keep_alive: seconds after which an idle connection is closed.
+        on_start: called once, when connections are accepted.
     """
     config = uvicorn.Config(
         app,
@@ -66,4 +79,4 @@ def make_server(
         timeout_keep_alive=keep_alive,
         timeout_graceful_shutdown=int(grace) + LAST_STEP + SECONDS_FOR_ERRORS,
     )
-    return GracefulServer(config, scheduler, grace)
+    return GracefulServer(config, scheduler, grace, on_start)

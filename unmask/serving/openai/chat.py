@@ -10,15 +10,17 @@ from functools import partial
 from typing import Any
 
 from unmask.config.constraint import ConstraintConfig
+from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_messages
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
+from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.edits import edit_prompt
 from unmask.serving.openai.plans import Context, Plan, plan_prompts
-from unmask.serving.openai.requests import ChatRequest, EditRequest, Message
-from unmask.serving.openai.settings import check_limit, format_constraint, sampler_config
+from unmask.serving.openai.requests import ChatRequest, Message
+from unmask.serving.openai.settings import check_limit, edit_length, format_constraint, sampler_config, tokens_wanted
 from unmask.serving.openai.tools import CallFormat, CallReader, call_constraint, call_format, check_renders_tools
 
 
@@ -43,16 +45,12 @@ async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallForm
         DataError: the model has no chat template, or it refuses the messages.
         GenerationError: `max_tokens` and `max_completion_tokens` differ, the answer has two constraints, or a limit is exceeded.
     """
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
     if body.top_logprobs and not body.logprobs:
         raise GenerationError("has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true")
     called = bool(body.tools) and body.tool_choice not in ("auto", "none")
     prompt = await context.make(partial(_prompt, context.lm, body, context.limits), compiles=called)
-    max_tokens = body.max_completion_tokens or body.max_tokens
-    top = body.top_logprobs
     try:
-        config = sampler_config(context.lm, body, context.limits, max_tokens=max_tokens, constraint=prompt.constraint, top_log_probs=top)
+        config = sampler_config(context.lm, body, context.limits, constraint=prompt.constraint, top_log_probs=body.top_logprobs)
         return await plan_prompts(context, body, [prompt.ids], config), prompt.calls
     except GenerationError as error:
         where = error.where or ""
@@ -64,9 +62,16 @@ async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallForm
 
 async def plan_edit(context: Context, body: EditRequest) -> Plan:
     """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one region."""
-    messages = edit_prompt(body.messages[0].content)
-    ids = await asyncio.to_thread(encode_messages, context.lm.tokenizer, messages)
-    return await plan_prompts(context, body, [ids], sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens))
+    messages = edit_prompt(body.content, body.instruction)
+    config, ids = await asyncio.to_thread(_edit_settings, context.lm, body, context.limits, messages)
+    return await plan_prompts(context, body, [ids], config)
+
+
+def _edit_settings(lm: DiffusionLM, body: EditRequest, limits: Limits, messages: list[dict[str, str]]) -> tuple[SamplerConfig, list[int]]:
+    """The settings of an edit, and the ids of its prompt."""
+    ids = encode_messages(lm.tokenizer, messages)
+    default = edit_length(lm, body, limits, len(ids)) if tokens_wanted(body) is None else None
+    return sampler_config(lm, body, limits, default_tokens=default), ids
 
 
 def call_reader(body: ChatRequest, written: CallFormat) -> CallReader:

@@ -19,21 +19,41 @@ INSTRUCTION = (
 FENCE = re.compile(r"^\s*```[^\n`]*\n(.*?)(?:\n?```\s*)?$", re.S)
 
 
-def edit_prompt(content: str) -> list[dict[str, str]]:
-    """The messages to complete. Raises GenerationError unless there is one region to edit."""
+def edit_prompt(content: str, instruction: str | None = None) -> list[dict[str, str]]:
+    """The messages to complete.
+
+    Args:
+        instruction: that of the client, in place of `INSTRUCTION`.
+
+    Raises:
+        GenerationError: there is not one region to edit.
+    """
     starts, ends = content.count(REGION), content.count(END)
     if (starts, ends) != (1, 1) or content.index(REGION) > content.index(END):
         what = f"has {starts} {REGION} and {ends} {END}"
-        raise GenerationError(what, where="messages.0.content", remedy=f"Mark one region: {REGION}...{END}")
-    return [{"role": "system", "content": INSTRUCTION}, {"role": "user", "content": content}]
+        where = f"messages.{0 if instruction is None else 1}.content"
+        raise GenerationError(what, where=where, remedy=f"Mark one region: {REGION}...{END}")
+    return [{"role": "system", "content": instruction or INSTRUCTION}, {"role": "user", "content": content}]
 
 
-def edited_region(text: str) -> str:
-    """The region of an answer in a code fence, without tags, whether the model wrote a fence and tags or not."""
+def region_to_edit(content: str) -> str:
+    """The text between the tags, which stand on lines of their own or within a line."""
+    return content.partition(REGION)[2].partition(END)[0].removeprefix("\n")
+
+
+def edited_region(text: str, content: str) -> str:
+    """The region of an answer in a code fence, without tags, whether the model wrote a fence and tags or not. It ends with the end of a
+    line where that of the message does, since editors put it in the region's place.
+
+    Args:
+        content: the message with the region to edit.
+    """
     if REGION in text:
         text = text.partition(REGION)[2].partition(END)[0].strip("\n")
     elif fenced := FENCE.match(text):
         text = fenced[1]
     region = text.replace(END, "").replace(CURSOR, "")
+    if region and not region.endswith("\n") and region_to_edit(content).endswith("\n"):
+        region += "\n"
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", region)), default=0))
     return f"{fence}\n{region}\n{fence}"

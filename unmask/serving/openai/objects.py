@@ -132,6 +132,12 @@ class TextChoice(Choice):
     logprobs: TextLogprobs | None
 
 
+class FimChoice(TextChoice):
+    """What stands in a gap, also as a message."""
+
+    message: AnswerMessage
+
+
 class FilledGap(TypedDict):
     """A gap: its place and length in tokens, and its text."""
 
@@ -161,10 +167,17 @@ class EditCompletion(Answer):
 
 
 class TextCompletion(Answer):
-    """An answer of /v1/completions and /v1/fim/completions."""
+    """An answer of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[TextChoice]
+
+
+class FimCompletion(Answer):
+    """An answer of /v1/fim/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[FimChoice]
 
 
 class Infill(Answer):

@@ -18,8 +18,9 @@ from unmask.generation.gap_lengths import FoundText, find_lengths
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
+from unmask.serving.openai.editor_requests import NO_SUFFIX, EditRequest, FimRequest
 from unmask.serving.openai.progress import Region
-from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.settings import check_limit, sampler_config
 from unmask.serving.service import BetweenSteps, Result, Service, Work
 
@@ -89,9 +90,9 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
     check_answers(len(prompts), body, context.limits)
-    if body.suffix:
+    if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
-    config = sampler_config(context.lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
     encoded = await asyncio.to_thread(lambda: [encode_prompt(context.lm.tokenizer, prompt) for prompt in prompts])
     return await plan_prompts(context, body, encoded, config)
 
@@ -131,7 +132,7 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
     if isinstance(body, CompletionRequest) and body.echo:
         raise GenerationError("has no meaning with a suffix", where="echo", remedy="Leave it out")
     lm, prompt, suffix = context.lm, prompts[0], body.suffix or ""
-    config = sampler_config(lm, body, context.limits, max_tokens=body.max_tokens, top_log_probs=_top_log_probs(body))
+    config = sampler_config(lm, body, context.limits, top_log_probs=_top_log_probs(body))
     if lm.autoregressive:
         encoded = await asyncio.to_thread(fim_prompt, lm, prompt, suffix)
         return await plan_prompts(context, body, [encoded], config)

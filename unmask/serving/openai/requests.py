@@ -28,6 +28,7 @@ TokenId = Annotated[int, Field(ge=0, le=2**31)]
 Key = Annotated[int, Field(ge=-LARGEST - 1, le=LARGEST)]
 NOTHING: tuple[Any, ...] = ()
 NO_PENALTY = (0, 0.0)
+PENALTIES = "Send 0, or leave it out; diffusion.repetition_penalty is another penalty."
 
 
 def given_fields(values: Any, model: type[pydantic.BaseModel]) -> Any:
@@ -152,7 +153,8 @@ class SamplingRequest(Body):
             value, neutral = values[name], cls.unsupported[name]
             if value is not None and not any(value == each and type(value) is type(each) for each in neutral):
                 why = f", except {' or '.join(map(repr, neutral))}" if neutral else ""
-                raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": why})
+                remedy = PENALTIES if neutral is NO_PENALTY else "Leave it out."
+                raise PydanticCustomError("unsupported", "is not supported", {"param": name, "why": f"{why}. {remedy}"})
         return {name: value for name, value in values.items() if name not in cls.unsupported}
 
     @property
@@ -267,7 +269,14 @@ class SchemaFormat(Body):
     json_schema: NamedSchema
 
 
-class ChatRequest(SamplingRequest):
+class NewerRequest(SamplingRequest):
+    """What newer routes than /v1/completions have."""
+
+    max_completion_tokens: Count | None = None
+    """The newer name of `max_tokens`."""
+
+
+class ChatRequest(NewerRequest):
     """A body of /v1/chat/completions."""
 
     unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -282,8 +291,6 @@ class ChatRequest(SamplingRequest):
 
     messages: Many[Message] = Field(min_length=1, max_length=MOST_MESSAGES)
     """The conversation. Where the last message is the assistant's, it is continued."""
-    max_completion_tokens: Count | None = None
-    """The newer name of `max_tokens`."""
     logprobs: bool = False
     """Whether the answer has the log-probability of each token when it was revealed, at temperature 1."""
     top_logprobs: int = Field(default=0, ge=0, le=20)
@@ -337,37 +344,6 @@ class CompletionRequest(SamplingRequest):
     """Whether the text begins with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
     """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many most probable tokens."""
-
-
-class FimRequest(SamplingRequest):
-    """A body of /v1/fim/completions."""
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY)
-
-    prompt: str
-    """The text before the gap."""
-    suffix: str = ""
-    """The text after it. Empty: the prompt is continued."""
-
-
-class EditMessage(Body):
-    """The message of an edit."""
-
-    role: Literal["user"]
-    content: str
-    """Text with `<|code_to_edit|>...<|/code_to_edit|>`, usually within `<|current_file_content|>` and beside `<|edit_diff_history|>`."""
-
-
-class EditRequest(SamplingRequest):
-    """A body of /v1/edit/completions."""
-
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY),
-        "stream": (False,),
-        **dict.fromkeys(("tools", "tool_choice", "response_format"), NOTHING),
-    }
-
-    messages: Many[EditMessage] = Field(min_length=1, max_length=1)
 
 
 class InfillRequest(SamplingRequest):

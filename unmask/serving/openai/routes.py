@@ -18,12 +18,13 @@ from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
+from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
-from unmask.serving.openai.objects import ChatCompletion, EditCompletion, Infill, TextCompletion
+from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCompletion, Infill, TextCompletion
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.requests import ChatRequest, CompletionRequest, EditRequest, FimRequest, InfillRequest, SamplingRequest
-from unmask.serving.openai.writers import ChatWriter, EditWriter, InfillWriter, TextWriter
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
+from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
 from unmask.serving.service import Events, Service, time_limit_error
 
 CLIENT_GONE = 499
@@ -78,10 +79,10 @@ def _add_texts(router: APIRouter, service: Service, limits: Limits) -> None:
         """Complete prompts, or with a suffix write what stands between."""
         return await _answer(service, limits, body, request, _completion)
 
-    @router.post("/fim/completions", responses=_answers(TextCompletion), response_model=None)
+    @router.post("/fim/completions", responses=_answers(FimCompletion), response_model=None)
     async def fim_completions(body: FimRequest, request: Request) -> Response:
         """Write what stands between a prompt and a suffix."""
-        return await _answer(service, limits, body, request, _completion)
+        return await _answer(service, limits, body, request, _fim)
 
     @router.post("/infill", responses=_answers(Infill), response_model=None)
     async def infill(body: InfillRequest, request: Request) -> Response:
@@ -96,12 +97,16 @@ async def _chat(context: Context, body: ChatRequest) -> Reply:
 
 
 async def _edit(context: Context, body: EditRequest) -> Reply:
-    return Reply(context.service, body, await plan_edit(context, body), EDIT, EditWriter)
+    return Reply(context.service, body, await plan_edit(context, body), EDIT, partial(EditWriter, content=body.content))
 
 
-async def _completion(context: Context, body: CompletionRequest | FimRequest) -> Reply:
-    logprobs = isinstance(body, CompletionRequest) and body.logprobs is not None
-    return Reply(context.service, body, await plan_completion(context, body), TEXT, partial(TextWriter, logprobs=logprobs))
+async def _completion(context: Context, body: CompletionRequest) -> Reply:
+    make_writer = partial(TextWriter, logprobs=body.logprobs is not None)
+    return Reply(context.service, body, await plan_completion(context, body), TEXT, make_writer)
+
+
+async def _fim(context: Context, body: FimRequest) -> Reply:
+    return Reply(context.service, body, await plan_completion(context, body), TEXT, FimWriter)
 
 
 async def _infill(context: Context, body: InfillRequest) -> Reply:

@@ -84,6 +84,23 @@ class TextWriter:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
+class FimWriter(TextWriter):
+    """A choice of a completion for editors. Those made for Mistral's API read a message, those made for Inception's the text."""
+
+    def opening(self) -> list[Fields]:
+        return [{**self.delta(""), "delta": {"role": "assistant", "content": ""}}]
+
+    def delta(self, text: str) -> Fields:
+        return {**super().delta(text), "delta": {"content": text}}
+
+    def closing(self) -> Fields:
+        return {**super().closing(), "delta": {"content": ""}}
+
+    def choice(self) -> Fields:
+        choice = super().choice()
+        return {**choice, "message": {"role": "assistant", "content": choice["text"], "refusal": None}}
+
+
 class InfillWriter(TextWriter):
     """A choice of a text with gaps. The whole one also has what each gap was filled with."""
 
@@ -158,11 +175,22 @@ class ChatWriter(TextWriter):
 
 
 class EditWriter(ChatWriter):
-    """A choice of an edit."""
+    """A choice of an edit, which is written again when it is whole: a stream has it in one piece.
+
+    Args:
+        content: the message with the region to edit.
+    """
+
+    def __init__(self, progress: Progress, content: str):
+        super().__init__(progress)
+        self.content = content
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        return [self.delta(edited_region(self.outcome.text, self.content))] if done else []
 
     def choice(self) -> Fields:
         whole = super().choice()
-        whole["message"]["content"] = edited_region(self.outcome.text)
+        whole["message"]["content"] = edited_region(self.outcome.text, self.content)
         return whole
 
 
