@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check audit lock format clean
+.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -22,6 +22,10 @@ $(INSTALLED): pyproject.toml constraints.txt build.lock requirements.lock
 
 demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
 	$(BIN)/unmask demo $(ARGS)
+
+# Needs Node 20.19 or later. What it builds goes into the wheel; the lock file holds the hashes of all that is installed.
+playground:  ## check, test and build the page that the server shows (needs Node)
+	cd playground && npm ci --no-audit && npm run lint && npm test && npm run build
 
 test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
@@ -85,5 +89,5 @@ format: $(INSTALLED)  ## format the code and mend what lint can mend
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) playground/node_modules unmask/serving/static build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

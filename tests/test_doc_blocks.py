@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,10 +18,12 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import typer
@@ -28,10 +31,11 @@ from typer.testing import CliRunner
 
 import unmask as package
 from tests.helpers import REPOSITORY
+from tests.serving.servers import http_post, served
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
-from unmask.config.layers import read_layers
+from unmask.config.layers import ADMIN_KEY, read_layers
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
@@ -39,13 +43,17 @@ from unmask.data.characters import character_tokenizer
 from unmask.demo import DemoSettings, small_model
 from unmask.models.load import load
 from unmask.rl.methods import METHODS
+from unmask.serving.app import AppSettings
 from unmask.tasks import Task, get_task
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
 LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagrams, which nothing runs
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
+SERVER = "localhost:8000"
 PARSED = ("serve", "chat", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
+LMDEPLOY = {"--dllm-block-length", "--dllm-unmasking-strategy", "--server-port"}  # of its parser, as of those below
+SGLANG = {"--model-path", "--dllm-algorithm", "--port"}
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
 SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
 VERBS = {"conversion.md": "convert", "preferences.md": "dpo", "data.md": "pretrain"}
@@ -181,14 +189,35 @@ def give_words(words: list[str], *, run: bool) -> None:
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
     elif name == "unmask":
         give(words[1:], run=run)
+    elif name == "lmdeploy":
+        assert words[1:3] == ["serve", "api_server"] and flags_of(words) <= LMDEPLOY
+    elif name == "export":  # of a variable
+        assert all(is_variable(words[1:], index) for index in range(len(words) - 1))
     elif name in ("pytest", "apt-get"):
         assert all((REPOSITORY / word.rstrip(";")).exists() for word in words if word.startswith("tests/"))
+    elif name == "curl":
+        send(words)
     elif name == "pip":
         extras = re.findall(r"unmask\[([\w,]+)\]", " ".join(words))[0].split(",")
         declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.M)
         assert set(extras) <= set(declared)
     else:
         give_module(words)
+
+
+def send(words: list[str]) -> None:
+    """Send the request of a `curl` to a server of a small model, which takes weights from the folder `runs`. It is not refused."""
+    [address] = [urlsplit(word) for word in words if word.startswith("http")]
+    headers = dict(word.split(": ") for before, word in itertools.pairwise(words) if before == "-H")
+    headers = {name: value.replace(f"${ADMIN_KEY}", "admin") for name, value in headers.items()}
+    body = words[words.index("-d") + 1]
+    with served(load("runs/sft/model"), AppSettings(admin_key="admin", weights_from=(Path("runs"),)), name="sft") as url:
+        response = http_post(f"{url}{address.path}", content=body.encode(), headers=headers)
+    assert (address.netloc, response.status_code) == (SERVER, 200), response.text
+
+
+def flags_of(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
 
 
 def give_module(words: list[str]) -> None:
@@ -204,6 +233,8 @@ def give_module(words: list[str]) -> None:
         parse_benchmark(module, arguments)
     elif module == "unmask.evaluation.harness":
         parse_harness(arguments)
+    elif module == "sglang.launch_server":
+        assert flags_of(arguments) <= SGLANG
     else:
         assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
 
@@ -281,11 +312,23 @@ def test_python_runs(page, here, monkeypatch):
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     names: dict[str, Any] = {"__name__": __name__, "unmask": package, "rows": [PROBLEM] * 64}
-    for block in blocks_of(page):
-        if block.language != "python":
-            continue
+    blocks = [block for block in blocks_of(page) if block.language == "python"]
+    with running_server() if any(SERVER in block.text for block in blocks) else contextlib.nullcontext(SERVER) as server:
+        run_python(blocks, names, [*SHORTER, (SERVER, server)])
+
+
+@contextlib.contextmanager
+def running_server() -> Iterator[str]:
+    """Host and port of a server of a small model; the official client's connections are closed."""
+    with served(load("runs/sft/model"), name="sft") as url, warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        yield urlsplit(url).netloc
+
+
+def run_python(blocks: list[Block], names: dict[str, Any], changes: list[tuple[str, str]]) -> None:
+    for block in blocks:
         text = block.text
-        for long, short in SHORTER:
+        for long, short in changes:
             text = text.replace(long, short)
         tree = ast.parse(text, str(block))
         if block.not_run is None:

@@ -19,7 +19,7 @@ LEVELS = [
     ["diffusion", "tasks"],
     ["data", "planning"],
     ["training", "generation"],
-    ["supervised", "convert", "preference", "rl", "evaluation"],
+    ["supervised", "convert", "preference", "rl", "evaluation", "serving"],
     ["commands"],
     ["migration"],
     ["unmask"],

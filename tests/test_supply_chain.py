@@ -56,6 +56,16 @@ def test_whatever_make_installs_is_hashed_or_torch_or_ours():
     assert "make check" in script and "pip install" not in script
 
 
+def test_what_the_playground_is_built_with_is_pinned_and_hashed():
+    """The lock names no registry: npm takes the one that it is configured with, and compares hashes."""
+    asked = json.loads((REPOSITORY / "playground/package.json").read_text())
+    lock = json.loads((REPOSITORY / "playground/package-lock.json").read_text())
+    root, *packages = lock["packages"].values()
+    assert {**asked["dependencies"], **asked["devDependencies"]} == {**root["dependencies"], **root["devDependencies"]}
+    assert all(re.fullmatch(r"[\d.]+", version) for version in {**root["dependencies"], **root["devDependencies"]}.values())
+    assert packages and all(package["integrity"].startswith("sha512-") and "resolved" not in package for package in packages)
+
+
 def outcome(*packages: dict) -> tuple[int, str]:
     return runpy.run_path(str(REPOSITORY / "scripts" / "audit.py"))["report"](json.dumps({"dependencies": packages}))
 

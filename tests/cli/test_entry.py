@@ -274,7 +274,7 @@ COMMON = {
         "batch_size": 2,
     },
     **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
-    **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
+    **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3, "top_log_probs": 2},
 }
 SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),

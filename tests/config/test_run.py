@@ -157,7 +157,7 @@ def test_a_layer_wins_over_those_before_it_and_loses_nothing_of_them(before: Lay
 
 
 def test_variables_of_the_tests_and_of_the_command_line_are_no_settings() -> None:
-    names = ("UNMASK_SHARED", "UNMASK_DEBUG", "UNMASK_ACCEPT_UNSANDBOXED_CODE", "UNMASK_API_KEY")
+    names = ("UNMASK_SHARED", "UNMASK_DEBUG", "UNMASK_ACCEPT_UNSANDBOXED_CODE", "UNMASK_API_KEY", "UNMASK_ADMIN_KEY")
     assert read_layers(environ=dict.fromkeys(names, "1")) == ()
 
 

@@ -60,7 +60,7 @@ def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) ->
     return [kept, *later.tolist()]
 
 
-@pytest.mark.parametrize("candidates", [1, 2, 3, 6])
+@pytest.mark.parametrize("candidates", [1, 2, pytest.param(3, marks=pytest.mark.slow), 6])
 @pytest.mark.parametrize("target, drafted", DISTRIBUTIONS)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""
@@ -164,7 +164,7 @@ def chi_square(generation, expected) -> float:
     return chisquare([counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]).pvalue
 
 
-@pytest.mark.parametrize("logit_shift, candidates", [(False, 1), (True, 1), (False, 2), (True, 3)])
+@pytest.mark.parametrize("logit_shift, candidates", [(False, 1), (True, 1), (False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = tiny("phi", "block_causal", 4, logit_shift, causal_context=True), [4, 6, 9], [5, 4, 7]
@@ -242,7 +242,7 @@ CHANGED = {
     **{"steps": 4, "tokens_per_step": 2, "schedule": "dream", "block_size": 4, "sub_block_size": 2, "policy": "left_to_right"},
     **{"threshold": 0.9, "factor": 1.0, "entropy_bound": 0.5, "remask": 0.2, "order_temperature": 0.5, "filtered_confidence": True},
     **{"reveal_last": [2], "guidance": 1.0, "constraint": {"regex": "a"}, "cache": "dual", "refresh_interval": 2, "early_commit": 0.5},
-    "revise": {"by": "probability"},
+    **{"revise": {"by": "probability"}, "top_log_probs": 3},
 }
 
 

@@ -11,7 +11,6 @@ import torch
 from safetensors import SafetensorError
 
 import unmask
-from tests.generation.remote.servers import copied, served
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -21,6 +20,7 @@ from tests.generation.remote.stub_servers import (
     serving,
     write_model,
 )
+from tests.serving.servers import copied, serving_rollouts
 from tests.training.tiny_runs import PAIRS, equal, make, share_of_a, tiny, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.run import LoraSettings
@@ -40,7 +40,7 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, more, tmp_path):
     more = RUN | more | ({"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {})
     here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **more)
     here.train()
-    with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
+    with serving_rollouts(copied(tiny("block_causal", 2), tmp_path / "model"), tmp_path) as url:
         there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **more)
         there.train()
         there.collector.backend.close()
@@ -61,7 +61,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
 
     straight = make("grpo", tmp_path / "straight", max_steps=4, rows=PAIRS[:6])
     straight.train()
-    with served(copied(tiny(), tmp_path / "model")) as url:
+    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
         trainer = run(url)
         generate, calls = trainer.collector.backend.generate, []
 
@@ -107,7 +107,7 @@ def test_what_was_half_done_is_not_logged_twice(tmp_path):
 
 @pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])
 def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, tmp_path, monkeypatch):
-    with served(copied(tiny(), tmp_path / "model")) as url:
+    with serving_rollouts(copied(tiny(), tmp_path / "model"), tmp_path) as url:
         trainer = make("grpo", tmp_path / "run", rollout={"backend": "server", "url": url}, max_steps=3)
         save, calls = type(trainer.lm).save, []
 

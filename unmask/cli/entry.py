@@ -30,6 +30,7 @@ from unmask.cli.chat import chat
 from unmask.cli.compare import compare
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.serve import serve
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PATH_ERRORS = {
@@ -223,18 +224,7 @@ def export(
     export_model(load_model(model), output, layout)
 
 
-@app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. If UNMASK_API_KEY is set, clients must send it.")
-@spread_configs
-def serve(
-    model: ModelConfig,
-    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
-) -> None:
-    """Sample for reinforcement learning over HTTP (rollout.backend server)."""
-    from unmask.generation.remote.server import open_port, run
-
-    with open_port(host, port) as listener:
-        run(load_model(model), listener)
+app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. If UNMASK_API_KEY is set, clients must send it.")(serve)
 
 
 @app.command(epilog="Example: unmask migrate train.yaml gsm_base.sbatch --output gsm.yaml")

@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 
         on_resume = OnResume.ACTS
 
-        choice: list[str] | None = Field(default=None, min_length=1)
+        choice: list[str] | None = Field(default=None, min_length=1, fail_fast=True)
         """One of these texts."""
         regex: str | None = None
         """A regular expression, which the whole text matches. The syntax is Rust's: like Python's, without look-around,
@@ -51,7 +51,9 @@ with warnings.catch_warnings():
                 raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
             try:
                 self.model_dump_json()
-            except PydanticSerializationError:
+            except PydanticSerializationError as error:
+                if "surrogate" not in str(error):
+                    raise ConfigError("is nested too deeply", where=self.kind, remedy="Write it flatter") from None
                 raise ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8") from None
             if isinstance(self.json_schema, str):
                 self.schema_object()
@@ -68,5 +70,5 @@ with warnings.catch_warnings():
                 return self.json_schema
             try:
                 return json_text.loads(self.json_schema)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"is not JSON: {error}", where="json_schema", remedy="Give a JSON object") from None

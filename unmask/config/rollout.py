@@ -50,7 +50,7 @@ class RolloutConfig(Config):
     """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which `importance_cap` corrects for. A
     resumed run transfers them immediately, and then differs from an uninterrupted one."""
     timeout: Annotated[float, NEUTRAL] = Field(default=300.0, gt=0)
-    """Seconds to wait for an answer: a whole rollout from `unmask serve`, one completion from vLLM."""
+    """Seconds to wait for an answer: `batch_size` completions from `unmask serve`, one from vLLM."""
     patience: Annotated[float, NEUTRAL] = Field(default=30.0, ge=0)
     """Seconds to wait for a server that accepts no requests, at the start or after it died."""
     api_key: Annotated[str | None, NEUTRAL] = None

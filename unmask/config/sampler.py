@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 OF_DENOISING = (
     *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
     *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
-    "revise",
+    *("revise", "top_log_probs"),
 )
 """The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
 
@@ -76,7 +76,7 @@ class SamplerConfig(Config):
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
     Dream, and not the model's own. Temperature 0 counts as 1 here, and tokens of `reveal_last` are left out."""
-    reveal_last: list[int] | None = Field(default=None, min_length=1)
+    reveal_last: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """Token ids that are revealed last: in each block, a position that would show one of them waits until no other is hidden. Its
     confidence is -inf, thus its probability 0 for `threshold` and `factor`. Given the end tokens, it keeps texts from ending early (LLaDA,
     Nie et al. 2025)."""
@@ -85,9 +85,9 @@ class SamplerConfig(Config):
     guidance: float = Field(default=0.0, ge=0, le=1e3)
     """Classifier-free guidance: logits + guidance * (logits - logits with the prompt hidden). 0: off; otherwise every step takes twice the
     work."""
-    allowed_tokens: list[int] | None = Field(default=None, min_length=1)
+    allowed_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """The only token ids that may be produced; unset: all."""
-    forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
+    forbidden_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """Token ids that are not produced. The mask token never is."""
     constraint: ConstraintConfig | None = None
     """What the completion, or each gap of a text to fill, has to match (`choice`, `regex`, `json_schema`, `json` or `grammar`)."""
@@ -118,6 +118,8 @@ class SamplerConfig(Config):
     """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
     trace: bool = False
     """Whether to record the step at which each token was revealed."""
+    top_log_probs: int = Field(default=0, ge=0, le=20)
+    """Record this many of the most probable tokens at each position, when it was revealed and at temperature 1, in the trace."""
 
     def model_post_init(self, _: object) -> None:
         if self.self_speculative:

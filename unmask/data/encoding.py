@@ -62,6 +62,13 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Coll
     raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="wrong type")
 
 
+def encode_messages(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """The ids of a prompt of messages, for a model that may call tools, which the chat template renders (as JSON schemas of functions)."""
+    return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, messages), as_text(tokenizer, tools)))
+
+
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
     """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text; `keep` as in
     `encode_prompt`."""
@@ -211,10 +218,11 @@ def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence
     return [index for index, (first, end) in enumerate(spans) if start <= first and start < end <= stop]
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any = None) -> str:
     """The text before the model's answer: its turn is opened, or continued if the last message is the assistant's."""
     answering = messages[-1]["role"] == "assistant"
-    return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering)
+    options = {"tools": tools} if tools else {}
+    return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering, **options)
 
 
 def _require_messages(value: Any) -> None:

@@ -45,14 +45,15 @@ class Watched:
     request: Request
     mask_token_id: int
     ids: list[int] = field(init=False)
+    step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.ids = list(self.request.ids)
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
-        """What changed in a running sequence; None if it has not begun, or has ended."""
+        """What changed in a running sequence; None if it has not begun, has ended, or has made no step since it was last seen."""
         state = engine.state(ticket)
-        return None if state is None else self._frame(*state)
+        return self._frame(*state) if state is not None and state[2] > self.step else None
 
     def last(self, trace: Trace) -> Frame:
         """What changed up to the end of a sequence."""
@@ -64,7 +65,7 @@ class Watched:
         changed = [position for position, (old, new) in enumerate(zip(self.ids, ids, strict=True)) if old != new]
         hidden = [position for position in changed if ids[position] == self.mask_token_id]
         revealed = [Revealed(position, ids[position], log_probs[position]) for position in changed if ids[position] != self.mask_token_id]
-        self.ids = ids
+        self.ids, self.step = ids, step
         return Frame(step, revealed, hidden, num_final)
 
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,8 +47,11 @@ WINDOW = 8
 """Tokens on either side of a gap whose probability is compared."""
 ROUNDS = (2, 4, WINDOW)
 """Tokens on either side that are predicted by the end of each round of a search."""
-TOKENS_PER_PASS = 32_768
-"""Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other texts."""
+TOKENS_PER_PASS = 8192
+"""Of a forward pass at most: a function of nothing but the text, so that a length does not depend on other texts; and no more than a step
+of a server takes, which makes such passes between its steps."""
+Pass = Callable[[], list[float]]
+"""A forward pass, and what it finds."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,23 @@ class FoundText:
     gaps: list[FoundGap]
 
 
-@torch.no_grad()
-def find_lengths(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[FoundText]:
+def _call(forward_pass: Pass) -> list[float]:
+    return forward_pass()
+
+
+def find_lengths(
+    lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str, run: Callable[[Pass], list[float]] = _call
+) -> list[FoundText]:
     """The most likely length of each gap. The gaps of a text are searched from left to right; the earlier ones have the lengths that were
     found, and the later ones a short one. All gaps are hidden throughout.
 
-    Arguments and errors are those of `unmask.infill`.
+    The other arguments and errors are those of `unmask.infill`.
+
+    Args:
+        run: makes a forward pass, when and where the model is free.
     """
     parted = checked_segments(lm, texts, config, max_gap, gap_mark)
-    with evaluating(lm):
-        return [_find(lm, segments, config, max_gap, f"text {index}") for index, segments in enumerate(parted)]
+    return [_find(lm, segments, config, max_gap, f"text {index}", run) for index, segments in enumerate(parted)]
 
 
 def checked_segments(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, max_gap: int, gap_mark: str) -> list[list[list[int]]]:
@@ -109,14 +120,16 @@ def best(scores: Mapping[int, float]) -> int:
     return max(sorted(scores), key=lambda length: scores[length])
 
 
-def _find(lm: DiffusionLM, segments: list[list[int]], config: SamplerConfig, max_gap: int, where: str) -> FoundText:
+def _find(
+    lm: DiffusionLM, segments: list[list[int]], config: SamplerConfig, max_gap: int, where: str, run: Callable[[Pass], list[float]]
+) -> FoundText:
     starts = [index == 0 and not segments[0] for index in range(len(segments) - 1)]
     possible = [fitting_lengths(lm, config, max_gap, where, at_start=at_start) for at_start in starts]
     lengths, found = [choices[(len(choices) - 1) // 8] for choices in possible], list[FoundGap]()
     for gap, choices in enumerate(possible):
         before = _canvas(lm, segments[: gap + 1], lengths[:gap])
         after, sizes = _canvas(lm, segments[gap + 1 :], lengths[gap + 1 :]), (len(segments[gap]), len(segments[gap + 1]))
-        scorer = GapScorer(lm, before, after, sizes)
+        scorer = GapScorer(lm, before, after, sizes, run)
         scores = search(choices, scorer.scores)
         lengths[gap] = best(scores)
         found.append(FoundGap(len(before), lengths[gap], scores, scorer.forward_passes))
@@ -129,10 +142,18 @@ class GapScorer:
     Args:
         before, after: the ids on either side of the gap, with the mask token where something is hidden.
         sizes: the tokens on either side up to the next gap, beyond which none is compared.
+        run: as of `find_lengths`.
     """
 
-    def __init__(self, lm: DiffusionLM, before: list[int], after: list[int], sizes: tuple[int, int]):
-        self.lm, self.before, self.after = lm, before, after
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        before: list[int],
+        after: list[int],
+        sizes: tuple[int, int],
+        run: Callable[[Pass], list[float]] = _call,
+    ):
+        self.lm, self.before, self.after, self.run = lm, before, after, run
         first = max(int(lm.logit_shift), len(before) - min(WINDOW, sizes[0]))  # nothing predicts the first token of a shifted model
         left = [index for index in reversed(range(first, len(before))) if before[index] != lm.mask_token_id]
         right = [index for index in range(min(WINDOW, sizes[1])) if after[index] != lm.mask_token_id]
@@ -140,27 +161,34 @@ class GapScorer:
         self.forward_passes = 0
 
     def scores(self, lengths: Sequence[int], first: int, last: int) -> list[float]:
-        """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both sides. All canvases are in
-        one batch."""
-        lm, longest = self.lm, max(lengths)
-        num_views = sum(len(side[first:last]) for side in self.sides)
-        if num_views == 0:
-            return [0.0] * len(lengths)
-        self.forward_passes += num_views * len(lengths)
-        rows = [[*self.before, *[lm.mask_token_id] * length, *self.after, *[lm.pad_token_id] * (longest - length)] for length in lengths]
-        ids_LT = torch.tensor(rows, device=lm.device)
-        end_L1 = ids_LT.shape[1] - longest + torch.tensor(lengths, device=lm.device)[:, None]
-        real_LT = torch.arange(ids_LT.shape[1], device=lm.device) < end_L1
-        target_LMT = torch.zeros(len(rows), num_views, ids_LT.shape[1], dtype=torch.bool, device=lm.device)
-        hidden_LMT = ((ids_LT == lm.mask_token_id) & real_LT)[:, None].repeat(1, num_views, 1)
-        for row, length in enumerate(lengths):
-            for view, (hidden, target) in enumerate(self._views(length, first, last)):
-                hidden_LMT[row, view, hidden] = True
-                target_LMT[row, view, target] = True
-        chunk = max(1, TOKENS_PER_PASS // ids_LT.shape[1])
-        views = Views(hidden_LMT, target_LMT, target_LMT.float())
-        log_prob_LMT = view_log_probs(lm, ids_LT, real_LT.long(), views, chunk=chunk)
-        return (log_prob_LMT.double().sum((1, 2)) / sum(map(bool, self.sides))).tolist()
+        """The log-probabilities of the tokens first, ..., last - 1 from the gap on, in nats: the mean of both sides. Views of all lengths
+        share forward passes."""
+        views = [(length, *view) for length in lengths for view in self._views(length, first, last)]
+        self.forward_passes += len(views)
+        longest, totals = max(lengths), dict.fromkeys(lengths, 0.0)
+        chunk = max(1, TOKENS_PER_PASS // (len(self.before) + longest + len(self.after)))
+        for start in range(0, len(views), chunk):
+            part = views[start : start + chunk]
+            for (length, _, _), log_prob in zip(part, self.run(partial(self._log_probs, part, longest)), strict=True):
+                totals[length] += log_prob
+        return [totals[length] / max(1, sum(map(bool, self.sides))) for length in lengths]
+
+    @torch.no_grad()
+    def _log_probs(self, views: Sequence[tuple[int, list[int], int]], longest: int) -> list[float]:
+        """The log-probability of the token to predict in each view, a gap of some length with its hidden tokens, by one forward pass."""
+        lm = self.lm
+        rows = [[*self.before, *[lm.mask_token_id] * n, *self.after, *[lm.pad_token_id] * (longest - n)] for n, _, _ in views]
+        ids_MT = torch.tensor(rows, device=lm.device)
+        end_M1 = ids_MT.shape[1] - longest + torch.tensor([length for length, _, _ in views], device=lm.device)[:, None]
+        real_MT = torch.arange(ids_MT.shape[1], device=lm.device) < end_M1
+        hidden_MT, target_MT = (ids_MT == lm.mask_token_id) & real_MT, torch.zeros_like(real_MT)
+        for row, (_, hidden, target) in enumerate(views):
+            hidden_MT[row, hidden] = True
+            target_MT[row, target] = True
+        each = Views(hidden_MT[:, None], target_MT[:, None], target_MT[:, None].float())
+        with evaluating(lm):
+            log_prob_M1T = view_log_probs(lm, ids_MT, real_MT.long(), each)
+        return log_prob_M1T.double().sum((1, 2)).tolist()
 
     def _views(self, length: int, first: int, last: int) -> Iterator[tuple[list[int], int]]:
         """The hidden tokens of the window, and the one to predict."""

@@ -201,6 +201,11 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
     if config.trace:
         trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
+    if config.top_log_probs:
+        trace.top_ids, trace.top_log_probs = (
+            [getattr(revealed[place], field)[0, : config.top_log_probs].tolist() if place in revealed else [] for place in shown]
+            for field in ("top_id_NK", "top_log_prob_NK")
+        )
     return trace
 
 

@@ -22,6 +22,8 @@ class Trace:
         log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where none was revealed.
         sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
         entropies: of the model's distribution there, in nats; only with `config.trace`.
+        top_ids, top_log_probs: of each position the `config.top_log_probs` most probable tokens when it was revealed, under the model at
+            temperature 1; [] where none was revealed. Only with that setting.
         forward_passes: passes over the sequence; with a verifier, its passes.
         num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and those that were kept.
     """
@@ -31,6 +33,8 @@ class Trace:
     log_probs: list[float]
     sampled_log_probs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_log_probs: list[list[float]] = field(default_factory=list)
     forward_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

@@ -17,6 +17,8 @@ from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
+MOST_TOP = 20
+"""Of a position's tokens the number whose log-probabilities are recorded, if any are: so many in every sequence, as these share tables."""
 GROUP = 256  # vocabulary entries per group: a draw first picks a group by its sum, then an entry of it
 GPU_LOGITS_AT_ONCE = 2**28  # 1 GB in float32
 CPU_LOGITS_AT_ONCE = 2**19  # these stay in the processor's cache between the passes over them
@@ -30,6 +32,8 @@ class Decision(NamedTuple):
     priority_N: Tensor  # the policy's confidence, float32 so that rounding does not separate equal ones
     sampled_log_prob_N: Tensor | None = None  # under the distribution that the token is drawn from; with a trace
     entropy_N: Tensor | None = None  # of the model's distribution, in nats; with a trace or if the policy ranks by it
+    top_id_NK: Tensor | None = None  # the model's most probable tokens, `MOST_TOP` or the whole vocabulary; with `top_log_probs`
+    top_log_prob_NK: Tensor | None = None
     margin_N: Tensor | None = None  # between the model's two highest probabilities; if the policy or an early commit needs it
 
 
@@ -125,7 +129,11 @@ def _decide(
     if config.reveal_last:
         priority_N = priority_N.masked_fill(torch.isin(token_N, last_L), -torch.inf)
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
-    return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
+    top_id_NK = top_log_prob_NK = None
+    if config.top_log_probs:
+        top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
+        top_log_prob_NK = top_NK - normaliser_N[:, None]
+    return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, top_id_NK, top_log_prob_NK, margin_N)
 
 
 def normaliser(logits_NV: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
 def _dream_counts(size: int, steps: int) -> list[int]:
     """The number of tokens that each step reveals, possibly 0, by Dream's rule (Ye et al. 2025): a step from time t to s reveals the
     fraction 1 - s / t of the hidden tokens, rounded down, and the last step the rest. In float32, as published."""
-    time_S = torch.linspace(1, LAST_TIME, steps + 1)
+    time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float32)  # whatever other threads make the default
     counts: list[int] = []
     for fraction in (1 - time_S[1:] / time_S[:-1])[:-1]:
         counts.append(int((size - sum(counts)) * fraction))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from peft import IA3Config, LoraConfig
 
 import unmask
-from tests.generation.remote.servers import copied, served
 from tests.generation.remote.stub_servers import (
     FOR_ADAPTERS,
     FOR_ADAPTERS_IN_ENVIRONMENT,
@@ -32,10 +32,14 @@ from tests.generation.remote.stub_servers import (
 )
 from tests.generation.tiny_models import every_pattern, tiny
 from tests.helpers import REPOSITORY
+from tests.serving.servers import copied, served, serving_rollouts
 from unmask.config.run import LoraSettings, RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, make_backend
+from unmask.generation.output import Generation
+from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, in_chunks, make_backend
 from unmask.generation.remote.http import RemoteError
+from unmask.generation.remote.protocol import model_facts
+from unmask.generation.requests import make_requests
 from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
@@ -53,6 +57,11 @@ def changed(lm: DiffusionLM, seed: int = 7) -> DiffusionLM:
     for weight in trained.model.parameters():
         weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
     return trained
+
+
+def unreused(generation: Generation) -> Generation:
+    """Without what a server does not tell, of prompts that were read once: it has others than ours."""
+    return replace(generation, prompt_reuse=None)
 
 
 def to_server(url: str, **values: Any) -> RolloutConfig:
@@ -78,28 +87,29 @@ def adapted(lm: DiffusionLM, seed: int = 0) -> DiffusionLM:
 def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
     lm = tiny(attention=attention, block_size=block_size)
     trained, local = changed(lm), make_backend(RolloutConfig(), lm, tmp_path)
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         assert isinstance(local, LocalBackend) and isinstance(server, ServerBackend)
-        assert server.generate(PROMPTS, CONFIG, KEYS) == local.generate(PROMPTS, CONFIG, KEYS)
+        expected = unreused(local.generate(PROMPTS, CONFIG, KEYS))
+        assert server.generate(PROMPTS, CONFIG, KEYS) == expected
         server.sync(trained, step=1)
         generation = server.generate(PROMPTS, CONFIG, KEYS)
         server.close()
-    assert generation == LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS) != local.generate(PROMPTS, CONFIG, KEYS)
+    assert generation == unreused(LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS)) != expected
     assert make_rollout(lm, generation, slice(0, 4)).step_BT.max() > 0
 
 
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     lm = tiny(attention="bidirectional")
     trained = adapted(lm)
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
         generation = server.generate(PROMPTS, CONFIG, KEYS)
         server.close()
-    assert generation == LocalBackend(merged(trained)).generate(PROMPTS, CONFIG, KEYS)
+    assert generation == unreused(LocalBackend(merged(trained)).generate(PROMPTS, CONFIG, KEYS))
 
 
 def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -135,7 +145,7 @@ def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_
 
 def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = tiny()
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         first, second = (make_backend(to_server(url), lm, tmp_path) for _ in range(2))
         monkeypatch.setenv("RANK", "1")
         second.sync(changed(lm), 0)
@@ -145,19 +155,56 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
         generations = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
         for backend in (first, second):
             backend.close()
-    assert generations[0] == generations[1] == LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS)
+    assert generations[0] == generations[1] == unreused(LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS))
+
+
+def test_a_server_that_has_too_many_requests_is_waited_for_longer_than_an_absent_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm, answers = tiny(), iter([429, 429, 200])
+    card = {"id": "tiny", "version": None, "facts": model_facts(lm), "limits": {"sequences": 256}}
+    monkeypatch.setattr(ServerBackend, "_served", lambda _: card)
+
+    def full_at_first(path: str, body: Any) -> tuple[int, Any]:
+        traces = unmask.generate(lm, body["prompt"], CONFIG, body["diffusion"]["keys"]).trace or []
+        return next(answers), {"choices": [{"diffusion": {"trace": asdict(trace)}} for trace in traces]}
+
+    with serving(full_at_first) as url:
+        server = make_backend(to_server(url, patience=0.0), lm, tmp_path)
+        assert server.generate(PROMPTS, CONFIG, KEYS) == unreused(LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS))
+        server.close()
+
+
+def test_what_a_server_cannot_do_is_refused_before_it_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNMASK_ADMIN_KEY", raising=False)
+    lm = tiny()
+    with served(lm) as url:
+        server = make_backend(to_server(url), lm, tmp_path)
+        with pytest.raises(GenerationError, match=r"deterministic: .*start the server with --deterministic"):
+            server.generate(PROMPTS, CONFIG.model_copy(update={"deterministic": True}), KEYS)
+        with pytest.raises(GenerationError, match=r"takes weights only with its admin key.*Set UNMASK_ADMIN_KEY.*--weights-from"):
+            server.sync(changed(lm), 0)
+        server.close()
+
+
+def test_long_rollouts_are_several_requests() -> None:
+    requests = make_requests(tiny(), [[4, 5, 6]] * 7, CONFIG)
+    assert [len(chunk) for chunk in in_chunks(requests, 3)] == [3, 3, 1]
+    long = [replace(request, prompt=[4] * 30_000) for request in requests]
+    assert [len(chunk) for chunk in in_chunks([*requests[:2], *long[:2], *requests[:1]], 64)] == [3, 2]
+    assert in_chunks([], 3) == []
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:
     lm = tiny()
-    with served(copied(lm, tmp_path / "model")) as url:
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
         server.sync(changed(lm), 0)
         expected = server.generate(PROMPTS, CONFIG, KEYS)
-    with served(copied(lm, tmp_path / "model"), port=int(url.rpartition(":")[2])):
+    with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path, port=int(url.rpartition(":")[2])):
         assert server.generate(PROMPTS, CONFIG, KEYS) == expected
         server.close()
-    assert expected != LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS)
+    assert expected != unreused(LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS))
 
 
 @pytest.fixture
@@ -321,8 +368,9 @@ class Serve:
     """A process of `unmask serve`."""
 
     def __init__(self, model: Path, port: int):
-        command = [sys.executable, "-m", "unmask", "serve", str(model), "--port", str(port)]
-        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        options = ["--port", str(port), "--batch-size", "1", "--weights-from", str(model.parent)]
+        command = [sys.executable, "-m", "unmask", "serve", str(model), *options]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "UNMASK_ADMIN_KEY": "admin"}
         heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds_interrupts
@@ -334,8 +382,9 @@ class Serve:
 
 
 @pytest.mark.slow
-def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
+def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path, monkeypatch):
     """The second time it does not come back."""
+    monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
     lm = tiny(attention="bidirectional", layers=3)
     lm.save(tmp_path / "model")
     lm = unmask.load(tmp_path / "model")  # float32, as the server reads it
@@ -355,7 +404,7 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
             serve.end(signal.SIGKILL)
             serve = Serve(tmp_path / "model", port)
             assert running.result() == expected
-        told = f"DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served at http://127.0.0.1:{port}"
+        told = f"DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model at http://127.0.0.1:{port}"
         assert told in serve.end(signal.SIGINT)
         assert serve.process.returncode == 130
         backend.http.patience = 0.6

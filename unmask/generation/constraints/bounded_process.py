@@ -4,8 +4,14 @@ need hours and all memory."""
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from unmask.errors import GenerationError
@@ -15,25 +21,55 @@ SCRIPT = """
 import json, sys
 try:
     import resource
-    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
+    for limit, most in ((resource.RLIMIT_AS, int(sys.argv[1])), (resource.RLIMIT_CPU, int(sys.argv[2]))):
+        resource.setrlimit(limit, (most, most))
 except (ImportError, ValueError, OSError):
     pass
 given = json.load(sys.stdin){}json.dump(result, sys.stdout)
 """
 
 
-def run_bounded(script: str, given: Any, where: str, *, remedy: str, seconds: float | None = None) -> Any:
-    """The `result` that a script makes of what is `given`; both are sent as JSON.
+@dataclass(frozen=True)
+class Bounds:
+    """Of what is built, in seconds and bytes; `until`: when the seconds are over."""
+
+    seconds: float
+    num_bytes: int
+    until: float
+
+
+_bounds: ContextVar[Bounds | None] = ContextVar("bounds", default=None)
+
+
+@contextmanager
+def bounded(seconds: float, num_bytes: int) -> Iterator[None]:
+    """Inside, in this thread, all that is built may take so many seconds together, and each process so much memory."""
+    token = _bounds.set(Bounds(seconds, num_bytes, monotonic() + seconds))
+    try:
+        yield
+    finally:
+        _bounds.reset(token)
+
+
+def bounds() -> Bounds:
+    """The bounds of what is built from now on."""
+    return _bounds.get() or Bounds(SECONDS, BYTES, monotonic() + SECONDS)
+
+
+def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: float = math.inf) -> Any:
+    """The `result` that a script makes of what is `given`; both are sent as JSON. `until`: when it has to be there, by `time.monotonic`.
 
     Raises:
         GenerationError: it takes too long, or too much memory.
     """
-    command = [sys.executable, "-P", "-c", SCRIPT.replace("{}", script), str(BYTES)]
+    most = bounds()
+    seconds = max(min(until, most.until) - monotonic(), 0)
+    cpu_seconds = 2 * math.ceil(seconds) + 10  # should this process end before
+    command = [sys.executable, "-P", "-c", SCRIPT.replace("{}", script), str(most.num_bytes), str(cpu_seconds)]
     try:
-        timeout = SECONDS if seconds is None else max(seconds, 0)
-        done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=timeout)
+        done = subprocess.run(command, input=json.dumps(given).encode(), capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        raise GenerationError(f"its automaton takes more than {SECONDS} seconds to build", where=where, remedy=remedy) from None
+        raise GenerationError(f"its automaton takes more than {most.seconds:g} seconds to build", where=where, remedy=remedy) from None
     if done.returncode != 0:
-        raise GenerationError(f"its automaton takes more than {BYTES >> 30} GiB to build", where=where, remedy=remedy)
+        raise GenerationError(f"its automaton takes more than {most.num_bytes / 2**30:g} GiB to build", where=where, remedy=remedy)
     return json.loads(done.stdout)

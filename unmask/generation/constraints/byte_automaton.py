@@ -9,6 +9,7 @@ Shapes: S states, of which the last is dead.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,24 +55,26 @@ class ByteAutomaton:
     accepts_S: np.ndarray
 
 
-def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] = (), seconds: float | None = None) -> list[ByteAutomaton]:
+def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] = (), until: float = math.inf) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
 
     Args:
         names: what each adds to `where` in errors.
-        seconds: what building them may take.
+        until: when they have to be there, by `time.monotonic`.
 
     Raises:
         ConfigError: outlines-core is not installed.
         GenerationError: a pattern is invalid, not regular, or too large to build.
     """
+    if not patterns:
+        return []
     require("outlines_core", "constraints", where=where)
     places = [f"{where}.{name}" for name in names] or [where] * len(patterns)
     for pattern, place in zip(patterns, places, strict=True):
         _refuse_unopened(pattern, place)
     too_large = "Bound its repetitions, or split it"
     closed = [f"(?:{pattern}){LAST}" for pattern in patterns]
-    built = run_bounded(BUILD, closed, where, remedy=too_large, seconds=seconds)
+    built = run_bounded(BUILD, closed, where, remedy=too_large, until=until)
     automata = []
     for pattern, place, result in zip(patterns, places, built, strict=True):
         if isinstance(result, str):

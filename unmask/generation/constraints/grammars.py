@@ -18,7 +18,7 @@ import networkx
 import numpy as np
 
 from unmask.errors import GenerationError, require
-from unmask.generation.constraints.bounded_process import SECONDS, run_bounded
+from unmask.generation.constraints.bounded_process import bounds, run_bounded
 from unmask.generation.constraints.byte_automaton import MAX_STATES, ByteAutomaton, byte_automata, minimal, number_rows
 
 MAX_FRAGMENTS = 200_000
@@ -81,12 +81,12 @@ def grammar_automaton(text: str, depth: int, where: str) -> ByteAutomaton:
         ConfigError: lark or outlines-core is not installed.
         GenerationError: the grammar is invalid, a terminal is not regular, or the automaton is too large.
     """
-    until = time.monotonic() + SECONDS
+    until = bounds().until
     productions, patterns, ignored = _read(text, where)
     if not patterns:
         raise GenerationError("no text but the empty one can be of it", where=where, remedy="Add a terminal")
     rust = [_rust(pattern, f"{where}.{name}") for name, pattern in patterns.items()]
-    built = byte_automata(rust, where, names=[*patterns], seconds=until - time.monotonic())
+    built = byte_automata(rust, where, names=[*patterns], until=until)
     automata = dict(zip(patterns, built, strict=True))
     for name in (name for name, automaton in automata.items() if automaton.start == len(automaton.next_S256) - 1):
         raise GenerationError("no text matches it", where=f"{where}.{name}", remedy="Leave out private-use characters of the last plane")
@@ -207,7 +207,7 @@ class _Builder:
 
     def _refuse_large(self, states: int, most: int) -> None:
         if states > most or time.monotonic() > self.until:
-            what = f"its automaton has more than {most:,} states, or takes more than {SECONDS} seconds to build"
+            what = f"its automaton has more than {most:,} states, or takes more than {bounds().seconds:g} seconds to build"
             raise GenerationError(what, where=self.where, remedy=TOO_LARGE)
 
     def whole(self) -> tuple[int, int]:

@@ -23,7 +23,7 @@ from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.speculate import Verifier, begin, speculate
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
-from unmask.generation.policies import guide
+from unmask.generation.policies import MOST_TOP, guide
 from unmask.generation.remote.verify import check_served, check_server
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
@@ -104,6 +104,8 @@ class Engine:
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.create_cache()
+        if config.top_log_probs:
+            self.slots.create_top(min(MOST_TOP, self.lm.config.vocab_size))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -343,7 +345,7 @@ class Engine:
         return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_token_ids).any() for span in decoded]))
 
     def _finish(self, sequence: SequenceState) -> None:
-        trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
+        trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config)
         if sequence.speculation is not None:
             trace.num_drafted, trace.num_accepted = sequence.speculation.num_drafted, sequence.speculation.num_accepted
         self.finished.append((sequence.ticket, trace))

@@ -1,6 +1,7 @@
 """The running sequences on the device: their tokens, which are hidden, and the step that revealed each.
 
-Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W block, V vocabulary.
+Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W block, V vocabulary,
+K most probable tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unmask.config.run import SamplerConfig
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.output import Trace
 from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
-TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC")
+TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC", "top_id_SCK", "top_log_prob_SCK")
 
 
 class Draft(NamedTuple):
@@ -88,6 +90,7 @@ class Slots:
         ids_SC: token ids, with the mask token at hidden positions.
         step_SC: the step that revealed each token; -1: none.
         log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
+        top_id_SCK, top_log_prob_SCK: likewise; K is 0 until `create_top`.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
@@ -99,17 +102,25 @@ class Slots:
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
+        self.top_id_SCK = torch.zeros(0, 0, 0, dtype=torch.long, device=device)
+        self.top_log_prob_SCK = torch.zeros(0, 0, 0, dtype=torch.float64, device=device)
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; those in use keep their values."""
         for name in TABLES:
             old = getattr(self, name)
-            new = old.new_full((slots, columns), self.mask_token_id if name == "ids_SC" else 0)
+            new = old.new_full((slots, columns, *old.shape[2:]), self.mask_token_id if name == "ids_SC" else 0)
             width = min(columns, old.shape[1])
             new[: self.count, :width] = old[: self.count, :width]
             setattr(self, name, new)
         for cache in self._caches:
             cache.reserve(slots, columns)
+
+    def create_top(self, count: int) -> None:
+        """Create the tables of the most probable tokens, unless they are there."""
+        if self.top_id_SCK.shape[2] == 0:
+            self.top_id_SCK = self.top_id_SCK.new_zeros(*self.ids_SC.shape, count)
+            self.top_log_prob_SCK = self.top_log_prob_SCK.new_zeros(*self.ids_SC.shape, count)
 
     def create_cache(self) -> None:
         """Create the key-value cache, unless there is one."""
@@ -182,6 +193,9 @@ class Slots:
         for table, values_N in zip((self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True):
             if values_N is not None:
                 table[at] = values_N[index_J].double()
+        if decision.top_id_NK is not None and decision.top_log_prob_NK is not None:
+            self.top_id_SCK[at] = decision.top_id_NK[index_J]
+            self.top_log_prob_SCK[at] = decision.top_log_prob_NK[index_J].double()
 
     def remove(self, slot: int) -> int:
         """Free a slot: the last one in use moves there. Returns its old index."""
@@ -193,12 +207,18 @@ class Slots:
                 cache.copy(self.count, slot, cache.shape[1])
         return self.count
 
-    def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:
+    def trace(self, slot: int, request: Request, passes: int, config: SamplerConfig) -> Trace:
         """The trace of a slot's sequence."""
         at = (slot, slice(request.start, request.length))
         trace = Trace(self.ids_SC[at].tolist(), self.step_SC[at].tolist(), self.log_prob_SC[at].tolist(), forward_passes=passes)
-        if full:
+        if config.trace:
             trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
+        if config.top_log_probs:
+            shown_C, top = self.step_SC[at].ge(0).tolist(), slice(config.top_log_probs)
+            tables = (self.top_id_SCK[at][:, top].tolist(), self.top_log_prob_SCK[at][:, top].tolist())
+            trace.top_ids, trace.top_log_probs = (
+                [each if shown else [] for each, shown in zip(table, shown_C, strict=True)] for table in tables
+            )
         return trace
 
     def present(self, slot_N: Tensor, vocabulary: int) -> Tensor:

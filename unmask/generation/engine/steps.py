@@ -255,5 +255,5 @@ def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
     for at, decision in parts:
         for name, values_N in decision._asdict().items():
             if values_N is not None:
-                merged.setdefault(name, values_N.new_zeros(count))[at] = values_N
+                merged.setdefault(name, values_N.new_zeros(count, *values_N.shape[1:]))[at] = values_N
     return Decision(**merged)

@@ -11,29 +11,35 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any, Protocol
 
 from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from unmask.config.layers import API_KEY
+from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
-from unmask.generation.output import Generation, Trace
+from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import check_nccl
-from unmask.generation.remote.protocol import OTHER_WEIGHTS, GenerateRequest, UpdateRequest, differences, model_facts, read_generation
+from unmask.generation.remote.protocol import OF_SERVER, OPENAI_NAMES, OTHER_WEIGHTS, differences, model_facts
 from unmask.generation.remote.vllm_client import RemoteLM
-from unmask.generation.requests import checked_keys, encode_all
+from unmask.generation.requests import Request, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 
 BAD_REQUEST, UNKNOWN_MODEL = 400, 404
 TRIES = 3
+REQUESTS_AT_ONCE = 2  # requests to `unmask serve`, so that one waits when another ends
+MOST_TOKENS = 50_000  # of the prompts of such a request, whose body may have 1 MiB
 
 
 class Backend(Protocol):
@@ -150,15 +156,18 @@ def check_adapters(lm: DiffusionLM) -> None:
 
 
 class ServerBackend(RemoteBackend):
-    """`unmask serve`: any model, with the same tokens as in process."""
+    """`unmask serve`: any model, with the same tokens as in process. Weights go to servers that were started with `--weights-from`, by the
+    key in UNMASK_ADMIN_KEY."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
-        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience}
+        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience, "queue_patience": config.timeout}
         self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
+        self._sending = Lock()
         try:
-            facts = self.http.read(self.http.call("GET", "/health"), lambda answer: dict(answer["model"]))
-            if differ := differences(facts, model_facts(lm)):
+            card = self._served()
+            self.model, self.most = card["id"], card["limits"]["sequences"]
+            if differ := differences(card["facts"], model_facts(lm)):
                 remedy = "Start `unmask serve` with the trained model"
                 raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
         except GenerationError:
@@ -166,23 +175,83 @@ class ServerBackend(RemoteBackend):
             raise
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        encoded = encode_all(self.lm.tokenizer, prompts, "prompts")
-        request = GenerateRequest(prompts=encoded, config=config, keys=list(checked_keys(encoded, keys)), version=self.version)
-        body = request.model_dump()
-        try:
-            answer = self.http.call("POST", "/generate", json=body)
-        except RemoteError as error:
-            if error.status != OTHER_WEIGHTS:
-                raise
-            self.send()  # it was restarted
-            answer = self.http.call("POST", "/generate", json=body)
-        return self.http.read(answer, read_generation)
+        """Complete prompts, as `unmask.generate`; `agreement` and `prompt_reuse` are unknown. A request has at most
+        `config.batch_size` prompts, and no more than the server lets wait. As many run at once as the server was started with."""
+        if config.deterministic:
+            what = "the sequences of all clients of a server share its forward passes"
+            raise GenerationError(what, where="deterministic", remedy="Leave it out and start the server with --deterministic")
+        requests = make_requests(self.lm, prompts, config, keys)
+        order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
+        chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
+            found = chain.from_iterable(pool.map(partial(self._complete, config), chunks))
+            traces = dict(zip(order, found, strict=True))
+        return make_generation(self.lm, requests, [traces[i] for i in range(len(requests))], config)
 
     def send(self) -> None:
-        self.http.call("POST", "/update_weights", json=UpdateRequest(path=str(self.source), version=str(self.version)).model_dump())
+        if not (admin_key := os.environ.get(ADMIN_KEY)):
+            remedy = f"Set {ADMIN_KEY} to the server's, which is started with --weights-from {self.folder}"
+            raise GenerationError("a server takes weights only with its admin key", where=str(self.config.url), remedy=remedy)
+        body, headers = {"path": str(self.source), "version": self.version}, {"Authorization": f"Bearer {admin_key}"}
+        self.http.call("POST", "/v1/weights", json=body, headers=headers)
 
     def close(self) -> None:
         self.http.close()
+
+    def _served(self) -> dict[str, Any]:
+        """The server's model: its name, that of its weights, its facts and limits."""
+
+        def pick(answer: Any) -> dict[str, Any]:
+            card = answer["data"][0]
+            return {"id": card["id"], "version": card["version"], "facts": dict(card["facts"]), "limits": dict(card["limits"])}
+
+        return self.http.read(self.http.call("GET", "/v1/models"), pick)
+
+    def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
+        settings = config.model_dump(mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"})
+        keys = [request.key for request in requests]
+        body = {
+            "model": self.model,
+            "prompt": [request.prompt for request in requests],
+            **{theirs: getattr(config, ours) for ours, theirs in OPENAI_NAMES.items() if ours != "top_log_probs"},
+            "logprobs": config.top_log_probs or None,  # as completions name it
+            "diffusion": {**settings, "keys": keys, "trace": True, "version": self.version},
+        }
+        try:
+            answer = self.http.call("POST", "/v1/completions", json=body)
+        except RemoteError as error:
+            if error.status != OTHER_WEIGHTS:
+                raise
+            self._send_again()
+            answer = self.http.call("POST", "/v1/completions", json=body)
+        return self.http.read(answer, lambda answer: [read_trace(choice["diffusion"]["trace"]) for choice in answer["choices"]])
+
+    def _send_again(self) -> None:
+        """Send the weights to a server that was restarted; once, though many requests find out."""
+        with self._sending:
+            if self._served()["version"] != self.version:
+                self.send()
+
+
+def read_trace(fields: dict[str, Any]) -> Trace:
+    """A trace from JSON, where null stands for a log-probability of minus infinity."""
+    for name in ("log_probs", "sampled_log_probs"):
+        if fields.get(name) is not None:
+            fields = {**fields, name: [-math.inf if value is None else value for value in fields[name]]}
+    return Trace(**fields)
+
+
+def in_chunks(requests: Sequence[Request], size: int) -> list[list[Request]]:
+    """Requests in groups of at most `size`, and of at most MOST_TOKENS tokens, but for groups of one."""
+    chunks: list[list[Request]] = []
+    tokens = 0
+    for request in requests:
+        tokens += len(request.prompt)
+        if not chunks or len(chunks[-1]) == size or tokens > MOST_TOKENS:
+            chunks.append([])
+            tokens = len(request.prompt)
+        chunks[-1].append(request)
+    return chunks
 
 
 class VLLMBackend(RemoteBackend):

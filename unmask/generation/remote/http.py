@@ -12,7 +12,8 @@ import httpx2 as httpx
 
 from unmask.errors import GenerationError
 
-BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it restarts
+FULL = 429
+BUSY = {FULL, 500, 502, 503, 504}  # 500: a dead engine answers this until it restarts
 
 
 class RemoteError(GenerationError):
@@ -36,10 +37,14 @@ class HttpClient:
         timeout: seconds to wait for an answer.
         patience: seconds to wait for a server that does not accept requests, from the first failure on.
         api_key: sent with every request.
+        queue_patience: seconds to wait for a server that has too many requests; None: `patience`.
     """
 
-    def __init__(self, url: str, kind: str, *, timeout: float, patience: float, api_key: str | None = None):
+    def __init__(
+        self, url: str, kind: str, *, timeout: float, patience: float, api_key: str | None = None, queue_patience: float | None = None
+    ):
         self.kind, self.patience = kind, patience
+        self.queue_patience = patience if queue_patience is None else queue_patience
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
@@ -60,13 +65,14 @@ class HttpClient:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or check the server's log"
                     raise self.error(what, remedy) from error
-                deadline = self._wait(deadline, error)
+                deadline = self._wait(deadline, error, self.patience)
             else:
                 if 200 <= status < 300:
                     return text
                 if status not in BUSY:
                     raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
+                patience = self.queue_patience if status == FULL else self.patience
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"), patience)
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
         """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""
@@ -93,10 +99,10 @@ class HttpClient:
                     raise httpx.ReadTimeout("the answer does not end")
         return response.status_code, b"".join(chunks).decode(errors="replace")
 
-    def _wait(self, deadline: float | None, error: Exception) -> float:
-        deadline = deadline or time.monotonic() + self.patience
+    def _wait(self, deadline: float | None, error: Exception, patience: float) -> float:
+        deadline = deadline or time.monotonic() + patience
         if time.monotonic() > deadline:
-            what = f"the server has accepted no requests for {self.patience} seconds ({error})"
+            what = f"the server has accepted no requests for {patience:g} seconds ({error})"
             raise self.error(what, "Start it, or correct the address") from error
         time.sleep(0.5)
         return deadline

@@ -1,0 +1,231 @@
+import { useCallback, useEffect, useRef, useState } from "preact/hooks";
+import { findGaps } from "./core/gaps";
+import type { Run } from "./core/run";
+import { fromFragment, MODES, type Mode, type Setup, toFragment } from "./core/share";
+import { Composer } from "./ui/composer";
+import { HelpDialog, KeyDialog } from "./ui/dialogs";
+import { Header } from "./ui/header";
+import { Results } from "./ui/results";
+import { SettingsPanel } from "./ui/settings-panel";
+import { type Colour, EmptyStage } from "./ui/stage";
+import { usePlayer } from "./ui/use-player";
+import { useRuns } from "./ui/use-runs";
+import { useShortcuts } from "./ui/use-shortcuts";
+import { ApiError, listModels } from "./wire/api";
+import type { Message, Model } from "./wire/types";
+
+const NAMES: Record<Mode, string> = { chat: "Chat", completion: "Completion", infill: "Infill" };
+const KEY = "unmask-api-key";
+
+export function App() {
+  const [setup, setSetup] = useState<Setup>(() => fromFragment(location.hash));
+  const [key, setKey] = useState(() => sessionStorage.getItem(KEY) ?? "");
+  const [dialog, setDialog] = useState<"key" | "help" | null>(null);
+  const [models, setModels] = useState<Model[]>([]);
+  const [modelId, setModelId] = useState("");
+  const [problem, setProblem] = useState("");
+  const [turns, setTurns] = useState<Message[]>([]);
+  const [question, setQuestion] = useState("");
+  const [colour, setColour] = useState<Colour>("probability");
+  const [news, setNews] = useState("");
+  const { runs, running, start, cancel, clear } = useRuns();
+  const length = Math.max(0, ...runs.map((run) => run.recording?.length ?? 0));
+  const player = usePlayer(length, running);
+  const model = models.find(({ id }) => id === modelId) ?? models[0] ?? null;
+
+  useEffect(() => {
+    const controller = new AbortController();
+    listModels(key, controller.signal).then(
+      (found) => {
+        setModels(found);
+        setProblem("");
+      },
+      (error) => {
+        if (controller.signal.aborted) return;
+        setProblem(error instanceof ApiError ? error.message : "The server does not answer.");
+        if (error instanceof ApiError && error.status === 401) setDialog("key");
+      },
+    );
+    return () => controller.abort();
+  }, [key]);
+
+  useEffect(() => {
+    const read = () => setSetup(fromFragment(location.hash));
+    addEventListener("hashchange", read);
+    return () => removeEventListener("hashchange", read);
+  }, []);
+
+  const latest = useRef({ setup, turns, question, runs });
+  latest.current = { setup, turns, question, runs };
+
+  const run = useCallback(async () => {
+    if (!model) return;
+    const { setup, turns, question, runs } = latest.current;
+    const talk = [...turns, ...lastTurns(question, runs[0])];
+    setProblem("");
+    player.restart();
+    try {
+      const started = start(setup, model, setup.mode === "chat" ? talk : [], key);
+      setNews("Generating.");
+      if (setup.mode === "chat") {
+        setTurns(talk);
+        setQuestion(setup.prompt);
+        setSetup({ ...setup, prompt: "" });
+      }
+      const done = await started;
+      setNews(done.map((each) => outcome(each.status, each.tokens, each.passes)).join(" "));
+      if (setup.mode === "chat" && done[0]?.status !== "done")
+        setSetup((now) => ({ ...now, prompt: now.prompt || setup.prompt }));
+    } catch (error) {
+      setProblem((error as Error).message);
+      setNews("");
+    }
+  }, [model, key, start, player.restart]);
+
+  const share = useCallback(async () => {
+    const { setup, question } = latest.current;
+    const told = setup.mode === "chat" && !setup.prompt ? { ...setup, prompt: question } : setup;
+    history.replaceState(null, "", `#${toFragment(told)}`);
+    return navigator.clipboard.writeText(location.href).then(
+      () => true,
+      () => false,
+    );
+  }, []);
+
+  const clearAll = () => {
+    clear();
+    setTurns([]);
+    setQuestion("");
+  };
+  const switchMode = (mode: Mode) => {
+    setTurns([...turns, ...lastTurns(question, runs[0])]);
+    setQuestion("");
+    clear();
+    setProblem("");
+    setSetup({ ...setup, mode });
+  };
+
+  useShortcuts({
+    run: () => !running && run(),
+    cancel: () => running && cancel(),
+    play: () => length > 0 && player.toggle(),
+    back: () => player.seek(Math.max(0, player.at - 1)),
+    forward: () => player.seek(Math.min(length, player.at + 1)),
+    order: () => setColour((now) => (now === "order" ? "probability" : "order")),
+    help: () => setDialog("help"),
+  });
+
+  const chatless = setup.mode === "chat" && model !== null && !model.diffusion.chat;
+  const tokens =
+    setup.mode === "infill"
+      ? findGaps(setup.document).reduce((sum, gap) => sum + gap.length, 0)
+      : setup.shared.maxTokens;
+  const composer = (
+    <Composer
+      setup={setup}
+      running={running}
+      ready={model !== null && !chatless}
+      hasTurns={question !== "" || turns.length > 0}
+      onChange={setSetup}
+      onRun={run}
+      onCancel={cancel}
+      onClear={clearAll}
+    />
+  );
+  return (
+    <>
+      <button type="button" class="skip" onClick={() => document.getElementById("main")?.focus()}>
+        To the text
+      </button>
+      <Header
+        models={models}
+        model={model}
+        hasKey={key !== ""}
+        onModel={setModelId}
+        onKey={() => setDialog("key")}
+        onHelp={() => setDialog("help")}
+        onShare={share}
+      />
+      <nav class="modes" aria-label="Mode">
+        {MODES.map((mode) => (
+          <button
+            type="button"
+            key={mode}
+            aria-current={mode === setup.mode ? "page" : undefined}
+            onClick={() => switchMode(mode)}
+          >
+            {NAMES[mode]}
+          </button>
+        ))}
+      </nav>
+      <div class="columns">
+        <main id="main" tabIndex={-1}>
+          {problem && (
+            <p class="problem" role="alert">
+              {problem}
+            </p>
+          )}
+          {chatless && <p class="note">This model has no chat template. Completion and infill work with it.</p>}
+          {setup.mode === "chat" ? null : composer}
+          {setup.mode === "chat" && <Conversation turns={turns} question={question} />}
+          {runs.length ? (
+            <Results
+              runs={runs}
+              model={model?.id ?? ""}
+              player={player}
+              length={length}
+              colour={colour}
+              onColour={setColour}
+            />
+          ) : (
+            <EmptyStage tokens={tokens || 24} />
+          )}
+          {setup.mode === "chat" ? composer : null}
+        </main>
+        <SettingsPanel setup={setup} onChange={setSetup} />
+      </div>
+      <p class="visually-hidden" role="status">
+        {news}
+      </p>
+      <KeyDialog
+        open={dialog === "key"}
+        apiKey={key}
+        onSave={(saved) => {
+          sessionStorage.setItem(KEY, saved);
+          setKey(saved);
+        }}
+        onClose={() => setDialog(null)}
+      />
+      <HelpDialog open={dialog === "help"} onClose={() => setDialog(null)} />
+    </>
+  );
+}
+
+/** The question and the answer on the stage as turns of a conversation; none if there is no answer. */
+function lastTurns(question: string, run: Run | undefined): Message[] {
+  if (!question || run?.status !== "done") return [];
+  return [
+    { role: "user", content: question },
+    { role: "assistant", content: run.text },
+  ];
+}
+
+function Conversation({ turns, question }: { turns: Message[]; question: string }) {
+  const all: Message[] = question ? [...turns, { role: "user", content: question }] : turns;
+  if (!all.length) return null;
+  return (
+    <ol class="turns" aria-label="Conversation">
+      {all.map(({ role, content }, index) => (
+        <li key={index} class={role}>
+          <b>{role === "user" ? "You" : "Model"}</b>
+          <p>{content.trim()}</p>
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+function outcome(status: string, tokens: number, passes: number): string {
+  if (status === "done") return `Done: ${tokens} tokens in ${passes} passes.`;
+  return status === "cancelled" ? "Cancelled." : "Failed.";
+}

@@ -1,0 +1,36 @@
+/** From a setup to the request that runs it. */
+
+import type { Message, Model } from "../wire/types";
+import { findGaps, withMasks } from "./gaps";
+import { diffusionFields, SettingError } from "./settings";
+import type { Setup } from "./share";
+
+export interface ApiRequest {
+  path: string;
+  body: Record<string, unknown>;
+}
+
+/** The request of one of the two decodings. Raises SettingError for a setup that cannot be sent. */
+export function makeRequest(setup: Setup, which: 0 | 1, model: Model, turns: Message[]): ApiRequest {
+  const decoding = setup.decodings[which];
+  const { maxTokens, seed } = setup.shared;
+  const body: Record<string, unknown> = {
+    model: model.id,
+    stream: true,
+    seed,
+    temperature: decoding.temperature,
+    diffusion: diffusionFields(decoding, setup.shared),
+  };
+  if (setup.mode === "chat") {
+    if (!setup.prompt.trim()) throw new SettingError("Write a message first.");
+    const system: Message[] = setup.system ? [{ role: "system", content: setup.system }] : [];
+    const messages: Message[] = [...system, ...turns, { role: "user", content: setup.prompt }];
+    return { path: "v1/chat/completions", body: { ...body, messages, max_completion_tokens: maxTokens } };
+  }
+  if (setup.mode === "completion") {
+    return { path: "v1/completions", body: { ...body, prompt: setup.prompt, max_tokens: maxTokens } };
+  }
+  if (!findGaps(setup.document).length)
+    throw new SettingError("The text has no gap: select what to hide, then press Make gap.");
+  return { path: "v1/infill", body: { ...body, text: withMasks(setup.document, model.diffusion.mask_token) } };
+}

@@ -1,0 +1,175 @@
+/** Labelled inputs. */
+
+import type { ComponentChildren } from "preact";
+import { useId } from "preact/hooks";
+
+interface NumberFieldProps {
+  label: string;
+  value: number;
+  min: number;
+  max: number;
+  step?: number;
+  hint?: string;
+  onChange(value: number): void;
+  children?: ComponentChildren;
+}
+
+/** A number; what is out of range is not taken over. */
+export function NumberField({ label, value, min, max, step = 1, hint, onChange, children }: NumberFieldProps) {
+  const id = useId();
+  const take = (input: HTMLInputElement) => {
+    const number = input.valueAsNumber;
+    if (number >= min && number <= max) onChange(number);
+  };
+  return (
+    <div class="field">
+      <label for={id}>{label}</label>
+      <span class="field-input">
+        <input
+          id={id}
+          type="number"
+          inputMode="decimal"
+          value={value}
+          min={min}
+          max={max}
+          step={step}
+          aria-describedby={hint ? `${id}-hint` : undefined}
+          onInput={(event) => take(event.currentTarget)}
+          onBlur={(event) => {
+            event.currentTarget.value = String(value);
+          }}
+        />
+        {children}
+      </span>
+      {hint && (
+        <small id={`${id}-hint`} class="hint">
+          {hint}
+        </small>
+      )}
+    </div>
+  );
+}
+
+interface RangeFieldProps extends NumberFieldProps {
+  step: number;
+}
+
+/** A number with a slider. */
+export function RangeField({ label, value, min, max, step, onChange }: RangeFieldProps) {
+  const id = useId();
+  return (
+    <div class="field">
+      <label for={id}>{label}</label>
+      <span class="field-input">
+        <input
+          id={id}
+          type="range"
+          value={value}
+          min={min}
+          max={max}
+          step={step}
+          onInput={(event) => onChange(event.currentTarget.valueAsNumber)}
+        />
+        <output for={id}>{value}</output>
+      </span>
+    </div>
+  );
+}
+
+interface ChoiceProps<T extends string> {
+  label: string;
+  value: T;
+  options: readonly (readonly [T, string])[];
+  onChange(value: T): void;
+  hideLabel?: boolean;
+}
+
+/** One of a few, all of them visible. */
+export function Choice<T extends string>({ label, value, options, onChange, hideLabel }: ChoiceProps<T>) {
+  const name = useId();
+  return (
+    <fieldset class="choice">
+      <legend class={hideLabel ? "visually-hidden" : undefined}>{label}</legend>
+      <div class="choice-options">
+        {options.map(([option, text]) => (
+          <label key={option} class="choice-option">
+            <input
+              type="radio"
+              name={name}
+              value={option}
+              checked={value === option}
+              onChange={() => onChange(option)}
+            />
+            <span>{text}</span>
+          </label>
+        ))}
+      </div>
+    </fieldset>
+  );
+}
+
+interface SelectProps<T extends string> {
+  label: string;
+  value: T;
+  options: readonly (readonly [T, string])[];
+  disabled?: boolean;
+  onChange(value: T): void;
+}
+
+export function Select<T extends string>({ label, value, options, disabled, onChange }: SelectProps<T>) {
+  const id = useId();
+  return (
+    <div class="field">
+      <label for={id}>{label}</label>
+      <span class="field-input">
+        <select
+          id={id}
+          value={value}
+          disabled={disabled}
+          onChange={(event) => onChange(event.currentTarget.value as T)}
+        >
+          {options.map(([option, text]) => (
+            <option key={option} value={option}>
+              {text}
+            </option>
+          ))}
+        </select>
+      </span>
+    </div>
+  );
+}
+
+interface TextFieldProps {
+  label: string;
+  value: string;
+  rows: number;
+  placeholder?: string;
+  mono?: boolean;
+  invalid?: string;
+  onChange(value: string): void;
+}
+
+export function TextField({ label, value, rows, placeholder, mono, invalid, onChange }: TextFieldProps) {
+  const id = useId();
+  return (
+    <div class="text-field">
+      <label for={id}>{label}</label>
+      <textarea
+        id={id}
+        class={mono ? "mono" : undefined}
+        rows={rows}
+        value={value}
+        placeholder={placeholder}
+        spellcheck={!mono}
+        aria-invalid={invalid ? "true" : undefined}
+        aria-describedby={invalid ? `${id}-error` : undefined}
+        onInput={(event) => onChange(event.currentTarget.value)}
+      />
+      {invalid && (
+        <small id={`${id}-error`} class="hint error-hint">
+          {invalid}
+        </small>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,171 @@
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import type { Cell, Recording } from "../core/recording";
+import type { Run } from "../core/run";
+import { describe } from "../core/settings";
+import { percent } from "../core/tint";
+import { CellGrid } from "../view/cell-grid";
+
+export type Colour = "probability" | "order";
+
+interface StageProps {
+  letter: string;
+  run: Run;
+  at: number;
+  colour: Colour;
+  differing: ReadonlySet<number> | null;
+}
+
+const NOTHING: ReadonlySet<number> = new Set();
+
+/** One run: its text at the frame that is shown, and its figures. */
+export function Stage({ letter, run, at, colour, differing }: StageProps) {
+  const { recording, end } = run;
+  return (
+    <article class="stage" aria-label={letter ? `Run ${letter}` : "Run"}>
+      {letter && (
+        <h2 class="stage-title">
+          <b class="letter">{letter}</b> {describe(run.decoding)}
+        </h2>
+      )}
+      {recording ? (
+        <Text
+          recording={recording}
+          at={at}
+          colour={colour}
+          differing={differing ?? NOTHING}
+          live={run.active}
+          end={end}
+          letter={letter}
+        />
+      ) : (
+        <p class="stage-waiting">{run.active ? "Waiting for the first frame." : ""}</p>
+      )}
+      {run.status === "failed" && (
+        <p class="problem" role="alert">
+          {run.error}
+        </p>
+      )}
+      {run.status === "cancelled" && <p class="note">Cancelled. What had been revealed stays.</p>}
+      <Figures run={run} />
+    </article>
+  );
+}
+
+interface TextProps {
+  recording: Recording;
+  at: number;
+  colour: Colour;
+  differing: ReadonlySet<number>;
+  live: boolean;
+  /** Tokens of the answer; those after them follow its end. */
+  end: number | null;
+  letter: string;
+}
+
+function Text({ recording, at, colour, differing, live, end, letter }: TextProps) {
+  const root = useRef<HTMLDivElement>(null);
+  const grid = useRef<CellGrid | null>(null);
+  const cursor = useRef(-1);
+  const [pointed, setPointed] = useState<{ position: number; cell: Cell } | null>(null);
+
+  useLayoutEffect(() => {
+    if (!root.current) return;
+    grid.current ??= new CellGrid(root.current);
+    grid.current.load(recording);
+    cursor.current = -1;
+    setPointed(null);
+  }, [recording]);
+
+  useLayoutEffect(() => {
+    grid.current?.show(at);
+    grid.current?.mark(differing);
+    grid.current?.endAt(end ?? recording.size);
+    root.current?.style.setProperty("--frames", String(Math.max(1, recording.length)));
+  });
+
+  const point = (position: number) => {
+    cursor.current = position;
+    const cell = grid.current?.point(position) ?? null;
+    setPointed(cell ? { position, cell } : null);
+  };
+  const onKeyDown = (event: KeyboardEvent) => {
+    const steps: Record<string, number> = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
+    const step = steps[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    point(Math.max(0, Math.min(recording.size - 1, cursor.current + step)));
+  };
+
+  return (
+    <>
+      {/* biome-ignore lint/a11y/useSemanticElements: a group of tokens, not of inputs */}
+      <div
+        ref={root}
+        class={`text${live ? " live" : ""}`}
+        data-colour={colour}
+        role="group"
+        // biome-ignore lint/a11y/noNoninteractiveTabindex: arrow keys inspect its tokens, and it may scroll
+        tabIndex={0}
+        aria-label={`${letter ? `Text of ${letter}` : "Text"}. Arrow keys inspect its tokens.`}
+        onKeyDown={onKeyDown}
+        onPointerOver={(event) => {
+          const position = (event.target as HTMLElement).dataset.position;
+          if (position !== undefined) point(Number(position));
+        }}
+        onPointerLeave={() => point(-1)}
+        onBlur={() => point(-1)}
+      />
+      <output class="inspector">{pointed ? <Inspected {...pointed} /> : null}</output>
+    </>
+  );
+}
+
+/** What is known of one token. */
+function Inspected({ position, cell }: { position: number; cell: Cell }) {
+  if (cell.text === null) return <span>Token {position + 1} · hidden</span>;
+  return (
+    <>
+      <q>{cell.text.replaceAll("\n", "↵")}</q>
+      <span>
+        token {position + 1}
+        {cell.probability === null ? " · given" : ` · ${percent(cell.probability)} · frame ${cell.frame}`}
+      </span>
+    </>
+  );
+}
+
+/** What the run took. */
+function Figures({ run }: { run: Run }) {
+  const figures: [string, string][] = [
+    ["passes", String(run.passes)],
+    ["tokens", String(run.tokens)],
+    ["per pass", run.tokensPerPass.toFixed(run.tokensPerPass < 10 ? 2 : 1)],
+    ["per second", run.tokensPerSecond.toFixed(run.tokensPerSecond < 10 ? 1 : 0)],
+  ];
+  return (
+    <dl class="figures">
+      {figures.map(([name, value]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+/** Before the first run: the canvas as the model sees it. */
+export function EmptyStage({ tokens }: { tokens: number }) {
+  return (
+    <div class="stage empty-stage">
+      <div class="text" aria-hidden="true">
+        {Array.from({ length: Math.min(tokens, 160) }, (_, index) => (
+          <span key={index} class="cell hidden" />
+        ))}
+      </div>
+      <p class="note">
+        A diffusion model begins with every token hidden, and reveals them in the order of its confidence.
+      </p>
+    </div>
+  );
+}

@@ -1,0 +1,49 @@
+/** What the server sends, as far as the playground reads it. */
+
+export interface Revealed {
+  position: number;
+  token: number;
+  text: string;
+  probability: number;
+}
+
+/** What changed in one look at a sequence. `committed`: positions before it no longer change. */
+export interface Frame {
+  step: number;
+  revealed: Revealed[];
+  hidden: number[];
+  committed: number;
+}
+
+export interface Summary {
+  denoising_steps: number;
+  forward_passes: number;
+  tokens_per_pass: number;
+  text: string;
+}
+
+export interface ModelFacts {
+  attention: string;
+  block_size: number | null;
+  context_length: number | null;
+  mask_token: string;
+  chat: boolean;
+  causal: boolean;
+  variable_length: boolean;
+}
+
+export interface Model {
+  id: string;
+  diffusion: ModelFacts;
+}
+
+export interface Message {
+  role: "system" | "user" | "assistant";
+  content: string;
+}
+
+/** What a stream says, in this order: one canvas, frames, one end. */
+export type StreamEvent =
+  | { kind: "canvas"; tokens: (string | null)[] }
+  | { kind: "frame"; frame: Frame }
+  | { kind: "end"; summary: Summary | null; finishReason: string };

@@ -1,0 +1,48 @@
+import { describe, expect, it } from "vitest";
+import { differences, Recording } from "../src/core/recording";
+import type { Frame } from "../src/wire/types";
+
+const shows = (step: number, ...tokens: [number, string][]): Frame => ({
+  step,
+  revealed: tokens.map(([position, text]) => ({ position, token: 1, text, probability: 0.5 })),
+  hidden: [],
+  committed: 0,
+});
+
+const texts = (recording: Recording, at: number) => recording.cells(at).map((cell) => cell.text);
+
+describe("Recording", () => {
+  it("gives the text after any number of frames", () => {
+    const recording = Recording.of(["a", null, null], [shows(1, [2, "c"]), shows(2, [1, "b"])]);
+    expect(texts(recording, 0)).toEqual(["a", null, null]);
+    expect(texts(recording, 1)).toEqual(["a", null, "c"]);
+    expect(texts(recording, 2)).toEqual(["a", "b", "c"]);
+    expect(recording.cells(2).map((cell) => cell.frame)).toEqual([0, 2, 1]);
+    expect(recording.revealed).toBe(2);
+  });
+
+  it("hides tokens again, also those that the same frame replaces", () => {
+    const again: Frame = { ...shows(2, [1, "y"]), hidden: [0, 1] };
+    const recording = Recording.of([null, null], [shows(1, [0, "a"], [1, "b"]), again]);
+    expect(texts(recording, 2)).toEqual([null, "y"]);
+    expect(recording.changes[1]).toHaveLength(3);
+    expect(recording.widest).toBe(2);
+  });
+
+  it("says what no longer changes", () => {
+    const recording = Recording.of(["a", null, null], [{ ...shows(1, [1, "b"]), committed: 2 }]);
+    expect([0, 1].map((at) => recording.committed(at))).toEqual([1, 2]);
+    expect(new Recording(["a"]).committed(0)).toBe(1);
+  });
+
+  it("refuses a position that the text does not have", () => {
+    expect(() => Recording.of([null], [shows(1, [1, "b"])])).toThrow("position 1 of a text of 1 tokens");
+  });
+
+  it("finds where final texts differ", () => {
+    const one = Recording.of([null, null], [shows(1, [0, "a"], [1, "b"])]);
+    const other = Recording.of([null, null, null], [shows(1, [0, "a"], [1, "x"], [2, "c"])]);
+    expect([...differences(one, other)]).toEqual([1, 2]);
+    expect(differences(one, one).size).toBe(0);
+  });
+});

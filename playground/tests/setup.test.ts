@@ -1,0 +1,116 @@
+import { describe, expect, it } from "vitest";
+import { findGaps, guessTokens, hide, resize } from "../src/core/gaps";
+import { makeRequest } from "../src/core/requests";
+import { describe as describeDecoding, diffusionFields, SettingError } from "../src/core/settings";
+import { fromFragment, SETUP, type Setup, toFragment } from "../src/core/share";
+import type { Model } from "../src/wire/types";
+
+const MODEL = { id: "m", diffusion: { mask_token: "<|mask|>", chat: true } } as Model;
+const [A, B] = SETUP.decodings;
+
+describe("gaps", () => {
+  it("hides what is selected, a token for about four characters", () => {
+    expect(hide("a red fox", 2, 5)).toEqual({ text: "a ▯ fox", mark: "▯" });
+    expect(hide("ab", 1, 1).text).toBe("a▯▯▯▯b");
+    expect(guessTokens("twelve chars")).toBe(3);
+    expect(guessTokens("▯▯ and")).toBe(3);
+  });
+
+  it("finds and resizes gaps", () => {
+    const text = "a▯▯ b▯";
+    expect(findGaps(text)).toEqual([
+      { start: 1, length: 2 },
+      { start: 5, length: 1 },
+    ]);
+    expect(resize(text, { start: 1, length: 2 }, 3)).toBe("a▯▯▯ b▯");
+    expect(resize(text, { start: 5, length: 1 }, 0)).toBe("a▯▯ b");
+  });
+});
+
+describe("requests", () => {
+  it("names the settings as the server does", () => {
+    const { body, path } = makeRequest({ ...SETUP, prompt: "Once" }, 1, MODEL, []);
+    expect(path).toBe("v1/completions");
+    expect(body).toEqual({
+      model: "m",
+      prompt: "Once",
+      max_tokens: 64,
+      seed: 0,
+      temperature: 0,
+      stream: true,
+      diffusion: { stream: "frames", threshold: 0.9 },
+    });
+  });
+
+  it("sends one rule, and no policy with a threshold", () => {
+    const fields = (decoding: object) => diffusionFields({ ...A, ...decoding }, SETUP.shared);
+    expect(fields({})).toEqual({ stream: "frames", policy: "confidence" });
+    expect(fields({ rule: "steps", policy: "margin" })).toEqual({ stream: "frames", policy: "margin", steps: 32 });
+    expect(fields({ rule: "tokens_per_step" })).toEqual({ stream: "frames", policy: "confidence", tokens_per_step: 4 });
+    expect(fields({ rule: "threshold", policy: "random" })).toEqual({ stream: "frames", threshold: 0.9 });
+  });
+
+  it("sends constraints, and refuses a schema that is not JSON", () => {
+    const shared = { ...SETUP.shared, regex: "a+", schema: '{"type": "object"}' };
+    expect(diffusionFields(A, shared).constraint).toBeUndefined();
+    expect(diffusionFields(A, { ...shared, constraint: "regex" }).constraint).toEqual({ regex: "a+" });
+    expect(diffusionFields(A, { ...shared, constraint: "json_schema" }).constraint).toEqual({
+      json_schema: { type: "object" },
+    });
+    expect(() => diffusionFields(A, { ...shared, constraint: "json_schema", schema: "{" })).toThrow(SettingError);
+  });
+
+  it("sends a conversation with its system prompt", () => {
+    const setup: Setup = { ...SETUP, mode: "chat", prompt: "And?", system: "Be short." };
+    const { body, path } = makeRequest(setup, 0, MODEL, [{ role: "assistant", content: "Hm." }]);
+    expect(path).toBe("v1/chat/completions");
+    expect(body.messages).toEqual([
+      { role: "system", content: "Be short." },
+      { role: "assistant", content: "Hm." },
+      { role: "user", content: "And?" },
+    ]);
+    expect(() => makeRequest({ ...setup, prompt: " " }, 0, MODEL, [])).toThrow(SettingError);
+  });
+
+  it("writes gaps as the model's mask token", () => {
+    const setup: Setup = { ...SETUP, mode: "infill", document: "a▯▯b" };
+    const { body, path } = makeRequest(setup, 0, MODEL, []);
+    expect([path, body.text, "max_tokens" in body]).toEqual(["v1/infill", "a<|mask|><|mask|>b", false]);
+    expect(() => makeRequest({ ...setup, document: "ab" }, 0, MODEL, [])).toThrow("has no gap");
+  });
+});
+
+describe("share links", () => {
+  it("come back as they were", () => {
+    const setup: Setup = {
+      mode: "infill",
+      prompt: "a&b=c #1",
+      system: "x\ny",
+      document: "é▯▯ 😀",
+      compare: true,
+      shared: { maxTokens: 7, seed: 3, constraint: "regex", regex: "[&=#]+", schema: "{}" },
+      decodings: [
+        { ...A, rule: "steps", steps: 5, temperature: 0.7 },
+        { ...B, threshold: 0.55, policy: "entropy" },
+      ],
+    };
+    expect(fromFragment(`#${toFragment(setup)}`)).toEqual(setup);
+    expect(fromFragment(toFragment(SETUP))).toEqual(SETUP);
+    expect(toFragment(SETUP)).toBe("mode=completion");
+  });
+
+  it("of anything are a setup", () => {
+    const fragment =
+      "#mode=evil&seed=1e99&maxTokens=-3&a.steps=2.5&b.threshold=7&a.policy=__proto__&compare=1&x=%F0%9F";
+    expect(fromFragment(fragment)).toEqual(SETUP);
+    expect(fromFragment("")).toEqual(SETUP);
+  });
+});
+
+it("describes a decoding in a few words", () => {
+  expect(describeDecoding(A)).toBe("one token a step");
+  expect(describeDecoding({ ...A, rule: "steps", policy: "left_to_right", temperature: 0.5 })).toBe(
+    "32 steps, left to right, temperature 0.5",
+  );
+  expect(describeDecoding({ ...B, policy: "random" })).toBe("threshold 0.9");
+});

@@ -1,0 +1,189 @@
+"""The official client and litellm, unchanged, against a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+
+import jsonschema
+import openai
+import pytest
+
+import unmask
+from tests.serving.models import make_model, model
+from tests.serving.servers import served
+from unmask.config.run import SamplerConfig
+
+pytest.importorskip("outlines_core")
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"type": "integer"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+QUESTION = [{"role": "user", "content": "Is it raining in Oslo?"}]
+
+
+@pytest.fixture(scope="module")
+def url():
+    with served(make_model("block_causal", 4, eos_bias=1.0)) as address:
+        yield f"{address}/v1"
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_models(client):
+    [listed] = client.models.list().data
+    assert listed.id == "tiny" and listed.diffusion["attention"] == "block_causal" and listed.diffusion["block_size"] == 4
+    assert client.models.retrieve("tiny") == listed
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("other")
+    assert (error.value.param, error.value.code) == ("model", "model_not_found")
+
+
+def test_a_chat_is_that_of_generate(client):
+    lm = model("block_causal", 4, eos_bias=1.0)
+    answer = client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=3, n=3, logprobs=True)
+    config = SamplerConfig(max_new_tokens=24, temperature=1.0, seed=3)
+    expected = unmask.generate(lm, [QUESTION] * 3, config)
+    assert [choice.message.content for choice in answer.choices] == expected.texts
+    assert len({*expected.texts}) == 3
+    ended = [tokens[-1] in lm.eos_token_ids for tokens in expected.tokens]
+    assert [choice.finish_reason for choice in answer.choices] == ["stop" if end else "length" for end in ended]
+    assert [[each.logprob for each in choice.logprobs.content] for choice in answer.choices] == expected.log_probs
+    usage = answer.usage
+    assert usage.prompt_tokens == len(expected.prompts[0]) and usage.completion_tokens == sum(map(len, expected.tokens))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.diffusion["forward_passes"] == sum(expected.forward_passes)
+    again = unmask.generate(lm, [QUESTION], config, keys=answer.diffusion["keys"][1:2])
+    assert again.texts == expected.texts[1:2]
+
+
+def test_a_stream_is_the_whole_answer(client):
+    asked = {"model": "tiny", "messages": QUESTION, "max_tokens": 30, "temperature": 1.0, "seed": 5, "n": 2}
+    whole = client.chat.completions.create(**asked)
+    texts, finishes, usage = ["", ""], [None, None], None
+    for chunk in client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+            finishes[choice.index] = choice.finish_reason or finishes[choice.index]
+        usage = chunk.usage or usage
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert finishes == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+
+
+def test_many_at_once_have_the_answers_that_they_have_alone(client, url):
+    seeds = range(8)
+
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as many:
+            asked = [many.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=seed) for seed in seeds]
+            return [answer.choices[0].text for answer in await asyncio.gather(*asked)]
+
+    alone = [client.completions.create(model="tiny", prompt="ab", max_tokens=20, temperature=1.0, seed=s).choices[0].text for s in seeds]
+    assert asyncio.run(ask_all()) == alone and len({*alone}) > 4
+
+
+def test_an_asynchronous_stream(url):
+    async def ask() -> str:
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as one:
+            stream = await one.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=12, seed=1, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    expected = unmask.generate(model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1))
+    assert asyncio.run(ask()) == expected.texts[0]
+
+
+def test_json_that_fits_a_schema(client):
+    wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA, "strict": True}}
+    for seed in range(3):
+        answer = client.chat.completions.create(
+            model="tiny", messages=QUESTION, max_tokens=64, temperature=1.0, seed=seed, response_format=wanted
+        )
+        jsonschema.validate(json.loads(answer.choices[0].message.content), SCHEMA)
+        assert answer.choices[0].finish_reason == "stop"
+    free = client.chat.completions.create(
+        model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=1, response_format={"type": "json_object"}
+    )
+    assert isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_tool_is_called(client, choice, stream):
+    asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": choice, "max_tokens": 110}
+    asked |= {"temperature": 1.0, "seed": 4}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**asked)
+    [call] = answer.choices[0].message.tool_calls
+    assert answer.choices[0].finish_reason == "tool_calls" and not answer.choices[0].message.content
+    assert call.function.name in ("weather", "clock")
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA if call.function.name == "weather" else {"maxProperties": 0})
+    sent_back = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call.model_dump(exclude={"index": True, "function": {"parsed_arguments"}})],
+    }
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    following = client.chat.completions.create(model="tiny", messages=[*QUESTION, sent_back, result], tools=[WEATHER], max_tokens=4)
+    assert following.choices[0].finish_reason in ("stop", "length")
+
+
+def test_tools_change_what_the_model_reads_unless_they_may_not_be_called(client):
+    def prompt_tokens(**more) -> int:
+        return client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=2, **more).usage.prompt_tokens
+
+    assert prompt_tokens() == prompt_tokens(tools=[WEATHER], tool_choice="none") < prompt_tokens(tools=[WEATHER])
+
+
+def test_completions_of_every_kind_of_prompt(client):
+    lm = model("block_causal", 4, eos_bias=1.0)
+    config = SamplerConfig(max_new_tokens=9)
+    for prompt, prompts in (("ab", ["ab"]), (["ab", "c"], ["ab", "c"]), ([7, 8, 9], [[7, 8, 9]]), ([[7], [8, 9]], [[7], [8, 9]])):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, logprobs=0, seed=0)
+        expected = unmask.generate(lm, prompts, config)
+        assert [choice.text for choice in answer.choices] == expected.texts
+        assert [choice.logprobs.token_logprobs for choice in answer.choices] == expected.log_probs
+        assert answer.usage.prompt_tokens == sum(map(len, expected.prompts))
+    echoed = client.completions.create(model="tiny", prompt="ab", max_tokens=9, echo=True)
+    assert echoed.choices[0].text.startswith("ab")
+
+
+def test_embeddings_are_refused(client):
+    with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not served"):
+        client.embeddings.create(model="tiny", input="text")
+    with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):
+        client.responses.create(model="tiny", input="text")
+
+
+@pytest.mark.slow  # its import takes most of it
+def test_litellm(url):
+    """In a process of its own: it changes what others log, and asks the internet for prices."""
+    program = f"""
+import litellm
+asked = dict(model="openai/tiny", api_base={url!r}, api_key="none", messages={QUESTION!r}, max_tokens=12, seed=1, num_retries=0)
+whole = litellm.completion(**asked)
+stream = litellm.completion(**asked, stream=True)
+assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+called = litellm.completion(**asked | dict(max_tokens=150), tools=[{WEATHER!r}], tool_choice="required")
+assert called.choices[0].message.tool_calls[0].function.name == "weather"
+print(repr(whole.choices[0].message.content))
+"""
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    expected = unmask.generate(model("block_causal", 4, eos_bias=1.0), [QUESTION], SamplerConfig(max_new_tokens=12, seed=1))
+    assert done.stdout.splitlines()[-1] == repr(expected.texts[0])

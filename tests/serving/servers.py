@@ -1,0 +1,99 @@
+"""`unmask serve` in the process of the tests, over a socket or without one."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+import unmask
+from unmask.config.layers import ADMIN_KEY
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.app import AppSettings, make_app
+from unmask.serving.connections import ConnectionLimits
+from unmask.serving.scheduler import Scheduler
+from unmask.serving.server import make_server, open_port
+
+ADMIN = {"Authorization": "Bearer admin"}
+http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, verify=False, timeout=120)
+"""Without certificates, which take longer to read than most answers take."""
+
+
+@contextmanager
+def running(lm: DiffusionLM, name: str = "tiny", **scheduling: Any) -> Iterator[Scheduler]:
+    """A scheduler of this model, which nothing else may use meanwhile but through `between_steps`."""
+    scheduler = Scheduler(lm, name, **scheduling)
+    scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        asyncio.run(scheduler.stop(grace=0))
+
+
+@contextmanager
+def served(
+    lm: DiffusionLM,
+    settings: AppSettings | None = None,
+    *,
+    name: str = "tiny",
+    port: int = 0,
+    connections: ConnectionLimits | None = None,
+    keep_alive: int = 5,
+    grace: float = 0.0,
+    **scheduling: Any,
+) -> Iterator[str]:
+    """The address of a server with this model."""
+    scheduler = Scheduler(lm, name, **scheduling)
+    app = make_app(scheduler, settings or AppSettings())
+    server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
+    with open_port("127.0.0.1", port) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:  # until then the port refuses connections
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@contextmanager
+def serving_rollouts(lm: DiffusionLM, folder: Path, *, port: int = 0) -> Iterator[str]:
+    """A server for reinforcement learning: it takes weights from a folder, and the clients of this process have the admin key."""
+    with pytest.MonkeyPatch.context() as patch, served(lm, AppSettings(admin_key="admin", weights_from=(folder,)), port=port) as url:
+        patch.setenv(ADMIN_KEY, "admin")
+        yield url
+
+
+def copied(lm: DiffusionLM, path: Path) -> DiffusionLM:
+    """A copy of the model, loaded as a server loads it."""
+    lm.save(path)
+    return unmask.load(path, dtype=str(lm.log_prob_dtype).removeprefix("torch."))
+
+
+def connect(url: str) -> socket.socket:
+    """A bare connection to a server."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What the server sends until it closes the connection."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)

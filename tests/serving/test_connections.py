@@ -1,0 +1,144 @@
+"""Over real sockets: clients that are slow on purpose, idle, or too many, are cut off, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import httpx2 as httpx
+import pytest
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tests.serving.servers import connect, read_all
+from unmask.serving.connections import ConnectionLimits, LimitedConnection
+from unmask.serving.limits import Limits
+from unmask.serving.middleware import BodyLimits
+from unmask.serving.server import open_port
+
+HEAD = b"POST /large HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n"
+LIMITS = ConnectionLimits(connections=4, head_seconds=0.3, write_seconds=0.3)
+LARGE = 64 * 1024 * 1024
+BEGUN = threading.Event()  # an answer that is large
+
+
+async def application(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers with little, or at /large with more than any buffer holds."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/large":
+        BEGUN.set()
+    for _ in range(LARGE // 65536 if scope["path"] == "/large" else 0):
+        await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+    await send({"type": "http.response.body", "body": b"done"})
+
+
+@contextmanager
+def listening(app: ASGIApp, limits: ConnectionLimits = LIMITS) -> Iterator[tuple[str, uvicorn.Server]]:
+    config = uvicorn.Config(app, http=partial(LimitedConnection, limits=limits), lifespan="off", log_level="critical", timeout_keep_alive=1)
+    server = uvicorn.Server(config)
+    with open_port("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", HEAD])
+def test_half_a_request_is_not_held(sent: bytes) -> None:
+    with listening(application) as (url, server), connect(url) as slow:
+        slow.sendall(sent)
+        assert read_all(slow) == b""
+        assert not server.server_state.connections
+
+
+def test_bytes_now_and_then_do_not_make_a_head_last() -> None:
+    with listening(application) as (url, _), connect(url) as slow:
+        started = time.monotonic()
+        with pytest.raises(OSError):
+            while True:
+                slow.sendall(b"G")
+                time.sleep(0.02)
+        assert time.monotonic() - started < 20
+
+
+def test_a_second_request_on_a_connection_has_the_same_time() -> None:
+    with listening(application) as (url, server), connect(url) as slow:
+        slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert slow.recv(65536).startswith(b"HTTP/1.1 200")
+        slow.sendall(b"GET / HT")
+        read_all(slow)
+        assert not server.server_state.connections
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with listening(application) as (url, server), connect(url) as idle:
+        idle.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        read_all(idle)
+        assert not server.server_state.connections
+
+
+def test_who_does_not_read_its_answer_is_cut_off() -> None:
+    with listening(application) as (url, server), connect(url) as deaf:
+        deaf.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert BEGUN.wait(60)
+        while server.server_state.connections:
+            time.sleep(0.01)
+        assert len(read_all(deaf)) < LARGE
+    with listening(application, ConnectionLimits(write_seconds=60)) as (url, _):  # but who reads gets all of it
+        assert len(httpx.get(f"{url}/large").content) == LARGE + 4
+
+
+def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
+    with listening(application, ConnectionLimits(connections=4, head_seconds=30)) as (url, server):
+        held = [connect(url) for _ in range(4)]
+        while len(server.server_state.connections) < 4:
+            time.sleep(0.01)
+        with connect(url) as fifth:
+            assert read_all(fifth).startswith(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1")
+        for connection in held:
+            connection.close()
+        while server.server_state.connections:
+            time.sleep(0.01)
+        assert httpx.get(url).status_code == 200
+
+
+def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
+    app = BodyLimits(application, Limits(body_seconds=0.2, body_bytes=1000))
+    with listening(app) as (url, _), connect(url) as slow:
+        slow.sendall(HEAD + b"\r\na")
+        assert read_all(slow).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_large_body_in_chunks_is_answered_before_its_end() -> None:
+    app = BodyLimits(application, Limits(body_bytes=1000))
+    with listening(app) as (url, _), connect(url) as large:
+        large.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
+        for _ in range(3):
+            large.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
+        assert b"413" in read_all(large).split(b"\r\n")[0]
+
+
+def test_a_hundred_half_requests_keep_nobody_from_an_answer() -> None:
+    async def attack(url: str) -> None:
+        host, _, port = url.removeprefix("http://").partition(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        for _, writer in held:
+            writer.write(HEAD)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/")).status_code == 200
+        for reader, writer in held:
+            await reader.read()
+            writer.close()
+
+    with listening(application, ConnectionLimits(connections=200, head_seconds=0.5)) as (url, server):
+        asyncio.run(attack(url))
+        assert not server.server_state.connections

@@ -1,0 +1,154 @@
+"""New weights while a server runs: from allowed folders, whole, with the key of those who may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+import torch
+
+import unmask
+from tests.generation.tiny_models import tiny
+from tests.serving.servers import ADMIN, http_get, http_post, served
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import fingerprint
+from unmask.serving.app import AppSettings
+
+Post = Callable[..., httpx.Response]
+
+
+def other_weights(lm: DiffusionLM) -> DiffusionLM:
+    """The same model with other weights, as after further training."""
+    trained, generator = lm.frozen_copy(), torch.Generator().manual_seed(7)
+    for weight in trained.model.parameters():
+        weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return trained
+
+
+@pytest.fixture
+def lm(tmp_path: Path) -> DiffusionLM:
+    """A model of this test's own."""
+    tiny(attention="block_causal", block_size=3).save(tmp_path / "own")
+    return unmask.load(tmp_path / "own", dtype="float64")
+
+
+@pytest.fixture
+def post(lm: DiffusionLM, tmp_path: Path) -> Iterator[Post]:
+    """Sends weights to a server that may read from the folder `weights`."""
+    (tmp_path / "weights").mkdir()
+    settings = AppSettings(admin_key="admin", weights_from=(tmp_path / "weights",))
+    with served(lm, settings) as url:
+
+        def send(path: Any, version: Any = "1", headers: dict[str, str] = ADMIN) -> httpx.Response:
+            return http_post(f"{url}/v1/weights", json={"path": str(path), "version": version}, headers=headers)
+
+        yield send
+
+
+def message(answer: httpx.Response) -> str:
+    return str(answer.json()["error"]["message"])
+
+
+def test_new_weights_are_served_in_the_memory_of_the_old(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+    new = other_weights(lm)
+    new.save(tmp_path / "weights" / "new")
+    addresses = [weight.data_ptr() for weight in lm.model.parameters()]
+    assert post(tmp_path / "weights" / "new").json() == {"version": "1"}
+    assert fingerprint(lm.model) == fingerprint(new.model)
+    assert addresses == [weight.data_ptr() for weight in lm.model.parameters()]
+    assert post("new", "2").json() == {"version": "2"}  # relative to the allowed folder
+
+
+def test_without_the_admin_key_nothing_changes(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+    before = fingerprint(lm.model)
+    other_weights(lm).save(tmp_path / "weights" / "new")
+    for headers in ({}, {"Authorization": "Bearer api"}, {"Authorization": "Bearer admi"}):
+        answer = post("new", headers=headers)
+        assert answer.status_code == 401 and "the admin key is wrong or missing" in message(answer)
+    assert fingerprint(lm.model) == before
+
+
+def test_the_api_key_opens_no_weights_and_the_admin_key_nothing_else(lm: DiffusionLM, tmp_path: Path) -> None:
+    settings = AppSettings(api_keys=("api",), admin_key="admin", weights_from=(tmp_path,))
+    with served(lm, settings) as url:
+        body = {"path": "own", "version": "1"}
+        statuses = [
+            http_post(f"{url}/v1/weights", json=body, headers={"Authorization": f"Bearer {key}"}).status_code for key in ("api", "admin")
+        ]
+        models = [http_get(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code for key in ("api", "admin")]
+    assert statuses == [401, 200] and models == [200, 401]
+
+
+def test_weights_are_never_replaced_without_a_key_of_its_own(lm: DiffusionLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--weights-from: weights may be replaced only with a key of its own\. Set UNMASK_ADMIN_KEY to"):
+        AppSettings(weights_from=(tmp_path,))
+    with served(lm, AppSettings(admin_key="admin")) as url:
+        assert http_post(f"{url}/v1/weights", json={"path": "own", "version": "1"}, headers=ADMIN).status_code == 404
+
+
+def test_folders_elsewhere_are_refused_and_not_told_from_absent_ones(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+    before = fingerprint(lm.model)
+    root, outside = tmp_path / "weights", tmp_path / "outside"
+    other_weights(lm).save(outside)
+    (root / "link").symlink_to(outside)
+    (root / "linked_file").mkdir()
+    for file in outside.iterdir():
+        (root / "linked_file" / file.name).symlink_to(file)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "file").write_text("")
+    names: list[Any] = [
+        outside,
+        tmp_path / "absent",
+        "link",
+        "linked_file",
+        "loop",
+        "file",
+        "absent",
+        "../outside",
+        root / ".." / "outside",
+    ]
+    answers = [post(name) for name in [*names, "a\0b", "/", "/etc", "."]]
+    refusal = "path: no folder from which weights may be read. Use a folder within one given to --weights-from."
+    assert {answer.status_code for answer in answers} == {400}
+    assert {message(answer) for answer in answers[:-1]} == {refusal}
+    assert str(tmp_path) not in message(answers[-1])  # the root itself is allowed, and has no model
+    assert fingerprint(lm.model) == before
+
+
+def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
+    before, root = fingerprint(lm.model), tmp_path / "weights"
+    tiny(attention="block_causal", block_size=4).save(root / "pattern")
+    tiny(attention="block_causal", block_size=3, layers=1).save(root / "layers")
+    tiny("gpt2", attention="block_causal", block_size=3).save(root / "family")
+    lm.save(root / "torn")
+    [weights] = (root / "torn").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-100])
+    lm.save(root / "pickled")
+    [weights] = (root / "pickled").glob("*.safetensors")
+    weights.unlink()
+    torch.save(lm.model.state_dict(), root / "pickled" / "pytorch_model.bin")
+    (root / "empty").mkdir()
+    refused = {
+        "pattern": "block_size is 4 and not 3",
+        "layers": "another architecture",
+        "family": "model_type is 'gpt2' and not 'phi'",
+        "torn": "cannot load the weights",
+        "pickled": "its weights are pickled (pytorch_model.bin)",
+        "empty": "cannot load a model config",
+    }
+    for name, error in refused.items():
+        answer = post(name, name)
+        assert answer.status_code == 400 and error in message(answer), answer.text
+        assert str(tmp_path) not in answer.text
+    assert fingerprint(lm.model) == before
+
+
+def test_other_bodies_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
+    bodies: list[Any] = [{}, {"path": "new"}, {"path": "new", "version": ""}, {"path": 1, "version": "1"}, [], {"path": "", "version": "1"}]
+    with served(lm, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
+        statuses = [http_post(f"{url}/v1/weights", json=body, headers=ADMIN).status_code for body in bodies]
+    assert statuses == [400] * len(bodies)

@@ -1,0 +1,1 @@
+"""Serving: OpenAI's API over the engine of `unmask.generation` (`unmask serve`)."""

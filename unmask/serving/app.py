@@ -1,0 +1,117 @@
+"""The application of a server: its routes, and the middlewares before them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp
+
+from unmask.config.layers import ADMIN_KEY, API_KEY
+from unmask.errors import ConfigError
+from unmask.serving import weights
+from unmask.serving.errors import add_error_handlers, error_response
+from unmask.serving.limits import Limits
+from unmask.serving.metrics import CountRequests, Metrics
+from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
+from unmask.serving.openai import routes
+from unmask.serving.scheduler import Scheduler
+
+HEALTH = "/health"
+PLAYGROUND = Path(__file__).with_name("static")
+
+
+@dataclass(frozen=True)
+class AppSettings:
+    """Who may use a server, and for what.
+
+    Attributes:
+        api_keys: one of which clients must send; none: anyone may ask.
+        loopback: whether the server listens on this machine's own address only.
+        admin_key: of those who may replace the weights.
+        weights_from: folders within which new weights may lie; none: they cannot be replaced.
+        allow_origins: of pages of other sites that may use the server from a browser.
+        log_requests: whether requests are logged, with their prompts.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    api_keys: tuple[str, ...] = ()
+    loopback: bool = True
+    admin_key: str | None = None
+    weights_from: tuple[Path, ...] = ()
+    allow_origins: tuple[str, ...] = ()
+    log_requests: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weights_from and not self.admin_key:
+            remedy = f"Set {ADMIN_KEY} to a secret of those who may replace the weights"
+            raise ConfigError("weights may be replaced only with a key of its own", where="--weights-from", remedy=remedy)
+        for origin in self.allow_origins:
+            if not is_origin(origin):
+                remedy = "Give scheme, name and port as browsers send them, such as https://example.org"
+                raise ConfigError(f"{origin!r} is not the origin of a site", where="--allow-origin", remedy=remedy)
+        if not self.loopback and not self.api_keys:
+            remedy = f"Set {API_KEY} to a secret that clients send, or use --host 127.0.0.1"
+            raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin as browsers send it: a scheme, a name and perhaps a port, in lower case."""
+    return re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?", text) is not None
+
+
+def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
+    """The application of a scheduler, which it starts and, if nobody did before, stops at once at its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        scheduler.start()
+        yield
+        await scheduler.stop(grace=0)
+
+    app = FastAPI(title="Unmask", lifespan=lifespan, docs_url=None, redoc_url=None)
+    add_error_handlers(app)
+    app.add_exception_handler(Exception, _failed)
+    _add_state(app, scheduler)
+    app.include_router(routes.make_router(scheduler, settings.limits))
+    if settings.admin_key and settings.weights_from:
+        app.include_router(weights.make_router(scheduler, settings.weights_from, settings.admin_key))
+    if (PLAYGROUND / "index.html").is_file():
+        app.mount("/", StaticFiles(directory=PLAYGROUND, html=True))
+    return _guarded(app, settings, scheduler.metrics)
+
+
+def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
+    """The application behind its middlewares; the last one here is the first to see a request."""
+    app = BodyLimits(app, settings.limits, log=settings.log_requests)
+    app = ApiKeys(app, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
+    if settings.allow_origins:
+        app = CORSMiddleware(app, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
+    app = SameOrigin(app, settings.allow_origins, loopback=settings.loopback and not settings.api_keys)
+    return CountRequests(SecurityHeaders(app), metrics)
+
+
+def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
+    @app.get(HEALTH)
+    async def health() -> Response:
+        """Whether the engine works."""
+        return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """What the server measures, for Prometheus."""
+        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def _failed(_: Request, __: Exception) -> Response:
+    """What nobody foresaw: the log has its traceback."""
+    return error_response("the server failed to answer this request", 500)

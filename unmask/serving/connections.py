@@ -1,0 +1,79 @@
+"""Connections to the server: at most so many at once, and none for clients that are slow on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Limits of connections, those that are idle included.
+
+    Attributes:
+        connections: the most at once.
+        head_seconds: in which the head of a request must arrive, from the connection or its first byte on.
+        write_seconds: after which a client that reads nothing of its answer is cut off.
+    """
+
+    connections: int = 512
+    head_seconds: float = 10.0
+    write_seconds: float = 30.0
+
+
+class LimitedConnection(H11Protocol):
+    """A connection of uvicorn with limits. It cuts idle ones off between requests itself (`timeout_keep_alive`)."""
+
+    def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any):
+        super().__init__(*args, **options)
+        self.limits = limits
+        self._head: asyncio.TimerHandle | None = None
+        self._write: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            transport.write(FULL)
+            transport.close()
+        else:
+            self._head = self._after(self.limits.head_seconds, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._cancel_head()
+        elif self._head is None:
+            self._head = self._after(self.limits.head_seconds, self.transport.abort)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._write is None:
+            self._write = self._after(self.limits.write_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_write()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_head()
+        self._cancel_write()
+        super().connection_lost(exc)
+
+    def _after(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(seconds, function)
+
+    def _cancel_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+        self._head = None
+
+    def _cancel_write(self) -> None:
+        if self._write is not None:
+            self._write.cancel()
+        self._write = None

@@ -1,0 +1,178 @@
+"""Errors in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`. No answer names a path of the server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from typing_extensions import TypedDict
+
+from unmask.config.sampler import SamplerConfig
+from unmask.errors import DataError, GenerationError, UnmaskError
+from unmask.generation.remote.protocol import OPENAI_NAMES
+from unmask.serving.service import OverloadedError, ServiceError
+
+OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
+"""Fields of `diffusion` that are no settings of `SamplerConfig`."""
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+UNREADABLE = "The request is not valid"
+DEEPEST = 64
+"""Levels of arrays and objects in one field of a body."""
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    """The body of an answer that is an error."""
+
+    error: ErrorDetail
+
+
+class NotFoundError(ServiceError):
+    """A model or a route that the server does not have."""
+
+    status = 404
+
+
+class UnsupportedError(UnmaskError):
+    """A field of OpenAI's that is not supported."""
+
+
+def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> ErrorAnswer:
+    """An error as clients read it."""
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(message: str, status: int, param: str | None = None, code: str | None = None, **headers: str) -> Response:
+    """The answer of an error. Texts of clients that are no valid Unicode are escaped."""
+    body = json.dumps(error_body(message, status, param, code))
+    return Response(body, status, headers=headers, media_type="application/json")
+
+
+def error_of(error: UnmaskError) -> tuple[int, ErrorAnswer]:
+    """The status and the body for an error of Unmask."""
+    status = error.status if isinstance(error, ServiceError) else 400
+    message = f"{error.what}. {error.remedy or ''}".strip() if isinstance(error, DataError) else str(error)
+    code = "unsupported_parameter" if isinstance(error, UnsupportedError) else "rate_limit_exceeded" if status == 429 else None
+    code = "model_not_found" if status == 404 and error.where == "model" else code
+    return status, error_body(message, status, _param_of(error), code)
+
+
+def _param_of(error: UnmaskError) -> str | None:
+    """The field of the request that an error is about."""
+    where = (error.where or "").split(" ")[0]
+    first = where.partition(".")[0]
+    if isinstance(error, DataError) and first not in ("messages", "prompt", "tools"):
+        return None  # a tokenizer's path, say
+    if first in OPENAI_NAMES:
+        return OPENAI_NAMES[first] + where.removeprefix(first)
+    return f"diffusion.{where}" if first in SamplerConfig.model_fields or first in OF_PROTOCOL else where or None
+
+
+def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
+    """The answer to a body that the model of a request does not accept. Unknown fields are named first, since a misspelt one also leaves
+    another one missing; then the most deeply nested error, since the alternatives of a field include single values."""
+    first = min(errors, key=lambda one: (one["type"] not in ("unknown", "unsupported"), -len(_path(one, body))))
+    path, context = _path(first, body), first.get("ctx", {})
+    cause = context.get("error")
+    if first["type"] == "json_invalid":
+        return error_response(f"The body is not JSON: {cause}", 400)
+    if isinstance(cause, UnmaskError):  # raised by a config
+        path += [cause.where] if cause.where else []
+        message = f"{cause.what}. {cause.remedy or ''}".strip()
+    elif first["type"] in ("unknown", "extra_forbidden"):  # the latter of a nested config
+        path += [context["param"]] if context else []
+        return error_response(f"{'.'.join(path)} is not a known field", 400, ".".join(path), "unknown_parameter")
+    elif first["type"] == "unsupported":
+        field = ".".join([*path, context["param"]])
+        return error_response(f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter")
+    elif first["type"] == "missing":
+        path, message = [*path, str(first["loc"][-1])], "is required"
+    else:
+        message = str(first["msg"])
+    param = ".".join(path) or None
+    return error_response(f"{param or UNREADABLE}: {message}", 400, param)
+
+
+def _path(error: Mapping[str, Any], body: Any) -> list[str]:
+    """The keys of an error's location that are in the body: a location also has the names of alternatives."""
+    path = []
+    for part in error["loc"][1:]:
+        if (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int) and part < len(body)):
+            body = body[part]
+            path.append(str(part))
+    return path
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Give OpenAI's shape also to the errors of an application that are not of a route: unknown paths and methods."""
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, StarletteHTTPException)
+        path = request.url.path
+        if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):  # embeddings, images, ...
+            return error_response(f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404)
+        return error_response(f"{request.method} {path}: {error.detail}", error.status_code, **dict(error.headers or {}))
+
+    app.add_exception_handler(StarletteHTTPException, answer)
+
+
+def check_depth(value: Any, where: str) -> None:
+    """Raise GenerationError for arrays and objects nested deeper than `DEEPEST`: what reads them calls itself for each."""
+    level, depth = [value], 0
+    while level := list(chain.from_iterable(map(_inside, level))):
+        depth += 1
+        if depth > DEEPEST:
+            raise GenerationError(f"is nested deeper than {DEEPEST} levels", where=where, remedy="Write it flatter")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    """The items of an array or an object."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+async def _check_body(request: Request) -> None:
+    """Raise GenerationError for a body that is too deep. What is no JSON is refused later."""
+    try:
+        body = await request.json()
+    except (ValueError, RecursionError):
+        return
+    for name, value in body.items() if isinstance(body, dict) else ():
+        check_depth(value, name)
+
+
+class OpenAIRoute(APIRoute):
+    """A route whose errors have OpenAI's shape, and whose bodies are at most `DEEPEST` deep."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            try:
+                await _check_body(request)
+                return await handler(request)
+            except RequestValidationError as error:
+                return refusal(error.errors(), error.body)
+            except StarletteHTTPException as error:
+                return error_response(str(error.detail), error.status_code)
+            except UnmaskError as error:
+                status, body = error_of(error)
+                headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
+                return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+
+        return answer

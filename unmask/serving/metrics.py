@@ -1,0 +1,65 @@
+"""What the server measures, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from time import perf_counter
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+OTHER = "other"
+"""The label of a path that is no route: clients may not make up labels."""
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Metrics:
+    """The figures of one server, in a registry of their own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        own: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("unmask_requests", "Answers, by route and status.", ["route", "status"], **own)
+        self.request_seconds = Histogram(
+            "unmask_request_seconds", "From a request to the end of its answer.", ["route"], buckets=SECONDS, **own
+        )
+        self.queue_length = Gauge("unmask_queue_length", "Sequences that wait.", **own)
+        self.running = Gauge("unmask_running_sequences", "Sequences that are denoised.", **own)
+        self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["outcome"], **own)
+        self.prompt_tokens = Counter("unmask_prompt_tokens", "Tokens that were given, of finished sequences.", **own)
+        self.tokens = Counter("unmask_tokens", "Tokens that were revealed, of finished sequences.", **own)
+        self.forward_passes = Counter("unmask_forward_passes", "Forward passes, of any number of sequences.", **own)
+        self.engine_seconds = Counter("unmask_engine_seconds", "Time in the engine's steps.", **own)
+        self.engine_failures = Counter("unmask_engine_failures", "Steps of the engine that failed.", **own)
+        self.first_frame_seconds = Histogram(
+            "unmask_first_frame_seconds", "From a request to the first frame of a sequence that is streamed.", buckets=SECONDS, **own
+        )
+
+    def text(self) -> bytes:
+        """All figures, for a scraper."""
+        return generate_latest(self.registry)
+
+
+class CountRequests:
+    """ASGI: counts the answers of an application, and how long they take."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics):
+        self.app, self.metrics = app, metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        status, started = 499, perf_counter()  # until an answer begins: the client is gone
+
+        async def counted(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, counted)
+        finally:
+            route = getattr(scope.get("route"), "path", None) or OTHER
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.request_seconds.labels(route).observe(perf_counter() - started)

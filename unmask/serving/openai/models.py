@@ -1,0 +1,77 @@
+"""The models of a server, as `/v1/models` lists them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import NotFoundError
+from unmask.serving.limits import Limits
+from unmask.serving.service import Service
+
+
+class DiffusionFacts(TypedDict):
+    """What a model is, as a diffusion model."""
+
+    attention: str
+    block_size: int | None
+    context_length: int | None
+    mask_token: str
+    chat: bool
+    causal: bool
+    variable_length: bool
+
+
+class MostAsked(TypedDict):
+    """The most that a request may ask for: answers to all prompts, answers to one, and new tokens of each."""
+
+    sequences: int
+    n: int
+    max_tokens: int
+
+
+class ModelCard(TypedDict):
+    """A model. `facts`: what the model of a client must share, for whom it draws (`model_facts`)."""
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    version: str | None
+    diffusion: DiffusionFacts
+    facts: dict[str, Any]
+    limits: MostAsked
+
+
+class ModelList(TypedDict):
+    """All models."""
+
+    object: str
+    data: list[ModelCard]
+
+
+def model_card(service: Service, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
+    """The model of a service; `created`: when it was loaded, in seconds since 1970."""
+    card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask", "version": service.version}
+    most: MostAsked = {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens}
+    return {**card, "diffusion": _facts(service.lm), "facts": facts, "limits": most}  # type: ignore[typeddict-item]
+
+
+def check_model(service: Service, name: str) -> None:
+    """Raise NotFoundError unless the service has a model of this name."""
+    if name != service.name:
+        raise NotFoundError(f"the model {name!r} does not exist", where="model", remedy=f"This server has {service.name!r}")
+
+
+def _facts(lm: DiffusionLM) -> DiffusionFacts:
+    return {
+        "attention": lm.attention,
+        "block_size": lm.block_size,
+        "context_length": lm.context_length,
+        "mask_token": str(lm.tokenizer.mask_token),
+        "chat": bool(lm.tokenizer.chat_template),
+        "causal": lm.autoregressive,
+        "variable_length": lm.expand_token_id is not None,
+    }

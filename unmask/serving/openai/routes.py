@@ -1,0 +1,165 @@
+"""The routes of OpenAI's API, and those beside it for filling gaps and editing."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from unmask.generation.remote.protocol import model_facts
+from unmask.serving.errors import ErrorAnswer, OpenAIRoute
+from unmask.serving.limits import Limits
+from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
+from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
+from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
+from unmask.serving.openai.editor_requests import EditRequest, FimRequest
+from unmask.serving.openai.json_text import to_json
+from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
+from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCompletion, Infill, TextCompletion
+from unmask.serving.openai.plans import Context, plan_completion, plan_infill
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
+from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
+from unmask.serving.service import Events, Service, time_limit_error
+
+CLIENT_GONE = 499
+"""The status of an answer that nobody waits for."""
+STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model", 409: "The weights have another name"}
+STATUSES |= {429: "Too many requests wait", 503: "The server is ending", 504: "The time is over", "default": "Any other error"}
+ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
+Asked = TypeVar("Asked", bound=SamplingRequest)
+Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
+
+
+def make_router(service: Service, limits: Limits) -> APIRouter:
+    """The routes of a service. The owner of a request, who takes turns with others, is `request.state.owner` where a middleware sets it,
+    else the client's address."""
+    router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
+    _add_models(router, service, limits)
+    _add_chat(router, service, limits)
+    _add_texts(router, service, limits)
+    return router
+
+
+def _add_models(router: APIRouter, service: Service, limits: Limits) -> None:
+    created, facts = int(time.time()), model_facts(service.lm)  # which hash the vocabulary
+
+    @router.get("/models")
+    async def list_models() -> ModelList:
+        """The model of this server."""
+        return {"object": "list", "data": [model_card(service, limits, created, facts)]}
+
+    @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
+    async def retrieve_model(model: str) -> ModelCard:
+        """A model."""
+        check_model(service, model)
+        return model_card(service, limits, created, facts)
+
+
+def _add_chat(router: APIRouter, service: Service, limits: Limits) -> None:
+    @router.post("/chat/completions", responses=_answers(ChatCompletion), response_model=None)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer messages, by text or calls of tools."""
+        return await _answer(service, limits, body, request, _chat)
+
+    @router.post("/edit/completions", responses=_answers(EditCompletion), response_model=None)
+    async def edit_completions(body: EditRequest, request: Request) -> Response:
+        """Write a region of a file again."""
+        return await _answer(service, limits, body, request, _edit)
+
+
+def _add_texts(router: APIRouter, service: Service, limits: Limits) -> None:
+    @router.post("/completions", responses=_answers(TextCompletion), response_model=None)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Complete prompts, or with a suffix write what stands between."""
+        return await _answer(service, limits, body, request, _completion)
+
+    @router.post("/fim/completions", responses=_answers(FimCompletion), response_model=None)
+    async def fim_completions(body: FimRequest, request: Request) -> Response:
+        """Write what stands between a prompt and a suffix."""
+        return await _answer(service, limits, body, request, _fim)
+
+    @router.post("/infill", responses=_answers(Infill), response_model=None)
+    async def infill(body: InfillRequest, request: Request) -> Response:
+        """Fill the gaps of a text."""
+        return await _answer(service, limits, body, request, _infill)
+
+
+async def _chat(context: Context, body: ChatRequest) -> Reply:
+    plan, written = await plan_chat(context, body)
+    make_reader = None if written is None else partial(call_reader, body, written)
+    return Reply(context.service, body, plan, CHAT, partial(ChatWriter, make_reader=make_reader, logprobs=body.logprobs))
+
+
+async def _edit(context: Context, body: EditRequest) -> Reply:
+    return Reply(context.service, body, await plan_edit(context, body), EDIT, partial(EditWriter, content=body.content))
+
+
+async def _completion(context: Context, body: CompletionRequest) -> Reply:
+    make_writer = partial(TextWriter, logprobs=body.logprobs is not None)
+    return Reply(context.service, body, await plan_completion(context, body), TEXT, make_writer)
+
+
+async def _fim(context: Context, body: FimRequest) -> Reply:
+    return Reply(context.service, body, await plan_completion(context, body), TEXT, FimWriter)
+
+
+async def _infill(context: Context, body: InfillRequest) -> Reply:
+    return Reply(context.service, body, await plan_infill(context, body), INFILL, InfillWriter)
+
+
+async def _answer(service: Service, limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]) -> Response:
+    """The answer to a request, whole or as a stream; the work ends if the client disconnects."""
+    check_model(service, body.model)
+    service.check_version(body.diffusion.version)
+    owner = getattr(request.state, "owner", None) or (request.client.host if request.client else "")
+    context = Context(service, limits, owner)
+    try:
+        if body.stream:
+            return await while_connected(request.receive, _stream(context, body, make_reply))
+        return Response(await while_connected(request.receive, _whole(context, body, make_reply)), media_type="application/json")
+    except DisconnectedError:
+        return Response(status_code=CLIENT_GONE)
+
+
+async def _begin(context: Context, body: Asked, make_reply: Answering[Asked]) -> tuple[Reply, Events]:
+    """The reply to a request, and its events. The time limit covers both."""
+    asked, since = body.diffusion, asyncio.get_running_loop().time()
+    seconds = context.limits.timeout if asked.timeout is None else min(asked.timeout, context.limits.timeout)
+    try:
+        async with asyncio.timeout_at(since + seconds):
+            reply = await make_reply(context, body)
+    except TimeoutError:
+        raise time_limit_error(seconds) from None
+    version = reply.plan.version if asked.version is None else asked.version
+    submit = partial(context.service.submit, owner=context.owner, priority=asked.priority, version=version)
+    return reply, submit(reply.plan.work, timeout=seconds, since=since)
+
+
+async def _whole(context: Context, body: Asked, make_reply: Answering[Asked]) -> str:
+    reply, events = await _begin(context, body, make_reply)
+    async with aclosing(events):
+        return to_json(await reply.whole(events))
+
+
+async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -> EventStream:
+    """The chunks of an answer. They begin with its first event, so that a refusal has its status, unless that takes long."""
+    reply, events = await _begin(context, body, make_reply)
+    async with AsyncExitStack() as closing:
+        await closing.enter_async_context(aclosing(events))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT):
+                await events.ready()
+        closing.pop_all()
+    return EventStream(reply.chunks(events))
+
+
+def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route, for its schema."""
+    stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then [DONE]"}}}
+    return {200: {"model": answer, "content": stream}, **ERRORS}

@@ -1,0 +1,189 @@
+"""Tools: how a model writes calls, the constraint that makes it call one, and calls read from its text.
+
+The chat template decides how a call is written: it is found by rendering one, as the end of a turn is (`chat_template.turn_end`). Templates
+that write no JSON with `name` and `arguments` (or `parameters`) are taken to write `<tool_call>{...}</tool_call>`, as Hermes does.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from unmask.config.constraint import ConstraintConfig
+from unmask.data.special_tokens import encode
+from unmask.errors import DataError, GenerationError
+from unmask.generation.constraints.compiled import escape, regex_of
+from unmask.models.chat_template import ANSWER, render_template
+from unmask.serving.openai.committed import held_back
+from unmask.serving.openai.requests import ChatRequest, NamedTool, Tool
+
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+LONGEST_WORD = len("-Infinity")
+"""Of JSON, as Python reads it; so near to its end, half a word may be to blame for what cannot be read."""
+QUESTION = {"role": "user", "content": "a"}
+EXAMPLE = {"type": "function", "function": {"name": ANSWER, "description": "b", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c", "type": "function", "function": {"name": ANSWER, "arguments": {"d": "e"}}}
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How calls are written: `before`, JSON with the name and the arguments under a key, `after`."""
+
+    before: str
+    after: str
+    key: str
+
+
+HERMES = CallFormat("<tool_call>\n", "\n</tool_call>", "arguments")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a function."""
+
+    name: str
+    arguments: str  # JSON
+
+    def as_openai(self) -> dict[str, Any]:
+        """The call as answers have it."""
+        return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+def check_renders_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise GenerationError if the chat template does not show tools to the model."""
+    if ANSWER not in render_template(tokenizer, [QUESTION], tools=[EXAMPLE], add_generation_prompt=True):
+        remedy = "Leave them out, or use a model whose template has them"
+        raise GenerationError("the model's chat template does not render tools", where="tools", remedy=remedy)
+
+
+def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
+    """How the chat template writes calls, without special tokens, which answers do not show."""
+    try:
+        start = render_template(tokenizer, [QUESTION], tools=[EXAMPLE], add_generation_prompt=True)
+        answer = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        whole = render_template(tokenizer, [QUESTION, answer], tools=[EXAMPLE])
+    except DataError:
+        return HERMES
+    if not whole.startswith(start):
+        return HERMES
+    text = str(tokenizer.decode(encode(tokenizer, whole[len(start) :]), skip_special_tokens=True))
+    for at in (at for at, character in enumerate(text) if character == "{"):
+        read = _read_object(text, at)
+        if not isinstance(read, str) and read[0].get("name") == ANSWER:
+            key = "arguments" if "arguments" in read[0] else "parameters"
+            return CallFormat(text[:at].lstrip(), text[read[1] :].rstrip(), key)
+    return HERMES
+
+
+def call_constraint(request: ChatRequest, tools: Sequence[Tool], written: CallFormat) -> ConstraintConfig | None:
+    """What makes the model call a tool, where the request demands it: the text is one call whose arguments fit the tool's schema.
+
+    Raises:
+        GenerationError: `tool_choice` names no tool of the request, or a schema cannot be enforced.
+    """
+    if request.tool_choice in ("auto", "none"):
+        return None
+    chosen = list(tools)
+    if isinstance(request.tool_choice, NamedTool):
+        name = request.tool_choice.function.name
+        chosen = [tool for tool in tools if tool.function.name == name]
+        if not chosen:
+            raise GenerationError(f"{name!r} is not among the tools", where="tool_choice", remedy="Name one of them")
+    calls = [_call_pattern(tool, written, request.tools or []) for tool in chosen]
+    return ConstraintConfig(regex=f"{escape(written.before)}(?:{'|'.join(calls)}){escape(written.after)}")
+
+
+def _call_pattern(tool: Tool, written: CallFormat, tools: Sequence[Tool]) -> str:
+    """The pattern of a call of a tool."""
+    schema = tool.function.parameters or NO_ARGUMENTS
+    arguments = regex_of(ConstraintConfig(json_schema=schema), f"tools.{tools.index(tool)}.function.parameters")
+    return f'\\{{"name": ?{escape(json.dumps(tool.function.name))}, ?"{written.key}": ?(?:{arguments})\\}}'
+
+
+class CallReader:
+    """Reads calls from a text as it grows. The rest is content, but for white space after a call. So is a part that looks like a call and
+    is none of a known function.
+
+    Args:
+        names: of the functions.
+        single: whether the text ends with its first call.
+
+    Attributes:
+        calls: calls so far.
+    """
+
+    def __init__(self, written: CallFormat, names: Collection[str], *, single: bool = False):
+        self.before, self.after, self.key = written.before.strip(), written.after.strip(), written.key
+        self.names, self.single = names, single
+        self.calls = 0
+        self._rest = ""
+        self._at_start = True  # nothing but white space since the beginning or the last call
+
+    def read(self, text: str, *, done: bool) -> Iterator[str | Call]:
+        """The content and the calls that are sure once `text` has been added; `done`: nothing follows."""
+        self._rest += text
+        while not (self.single and self.calls):
+            if self.calls and self._at_start:
+                self._rest = self._rest.lstrip()
+            at = self._find()
+            sure = len(self._rest) - (0 if done else held_back(self._rest, [self.before])) if at is None else at
+            yield from self._content(sure)
+            if at is None or not self._rest:
+                return
+            found = self._read_call()
+            if isinstance(found, tuple):
+                call, self._rest = found
+                self.calls, self._at_start = self.calls + 1, True
+                yield call
+            elif found == "open" and not done:
+                return
+            else:
+                yield from self._content(max(1, len(self.before)))
+
+    def _content(self, length: int) -> Iterator[str]:
+        """So much of what is left, as content."""
+        text, self._rest = self._rest[:length], self._rest[length:]
+        self._at_start = self._at_start and not text.strip()
+        if text:
+            yield text
+
+    def _find(self) -> int | None:
+        """Where a call may begin. Without a mark before calls, it is the text's beginning, or what follows a call."""
+        if self.before:
+            at = self._rest.find(self.before)
+            return at if at >= 0 else None
+        blank = len(self._rest) - len(self._rest.lstrip())
+        return blank if self._at_start and self._rest[blank:].startswith("{") else None
+
+    def _read_call(self) -> tuple[Call, str] | Literal["open", "none"]:
+        """The call at the beginning of what is left, and what follows it; "open": more text may complete it."""
+        read = _read_object(self._rest, len(self._rest) - len(self._rest[len(self.before) :].lstrip()))
+        if isinstance(read, str):
+            return read
+        call, following = self._as_call(read[0]), self._rest[read[1] :].lstrip()
+        if call is not None and following.startswith(self.after):
+            return call, following[len(self.after) :]
+        return "open" if call is not None and self.after.startswith(following) else "none"
+
+    def _as_call(self, value: dict[str, Any]) -> Call | None:
+        name, arguments = value.get("name"), value.get(self.key)
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return Call(name, arguments) if isinstance(name, str) and name in self.names and isinstance(arguments, str) else None
+
+
+def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["open", "none"]:
+    """The JSON object at a place of a text, and where it ends; "open": more text may complete it."""
+    try:
+        value, stop = json.JSONDecoder().raw_decode(text, at)
+    except json.JSONDecodeError as error:
+        unfinished = error.msg.startswith("Unterminated") or error.pos + LONGEST_WORD > len(text.rstrip())
+        return "open" if unfinished else "none"
+    except (ValueError, RecursionError):  # a number of too many digits
+        return "none"
+    return (value, stop) if isinstance(value, dict) else "none"

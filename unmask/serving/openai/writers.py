@@ -1,0 +1,221 @@
+"""The choices of an answer, whole or in chunks: each kind of route has a writer, one for every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from unmask.serving.openai.committed import UNFINISHED
+from unmask.serving.openai.edits import edited_region
+from unmask.serving.openai.plans import gaps
+from unmask.serving.openai.progress import Outcome, Progress
+from unmask.serving.openai.tools import Call, CallReader
+
+LEAST_LOG_PROB = -9999.0
+"""What OpenAI writes for a log-probability of minus infinity, which JSON has no number for."""
+Fields = dict[str, Any]
+
+
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text of one token, special ones included."""
+    return str(tokenizer.decode([token]))
+
+
+class TextWriter:
+    """A choice of a completion.
+
+    Args:
+        logprobs: whether log-probabilities are wanted.
+    """
+
+    def __init__(self, progress: Progress, *, logprobs: bool = False):
+        self.progress, self.logprobs = progress, logprobs
+        self.tokenizer = progress.lm.tokenizer
+
+    @property
+    def outcome(self) -> Outcome:
+        """The answer, which is known when a choice is closed."""
+        assert self.progress.outcome is not None
+        return self.progress.outcome
+
+    def text_of(self, token: int) -> str:
+        """The text of one token."""
+        return token_text(self.tokenizer, token)
+
+    @property
+    def complete(self) -> bool:
+        """Whether what has been written is the whole choice, though more text may follow."""
+        return False
+
+    def opening(self) -> list[Fields]:
+        """What chunks begin with."""
+        return [self.delta(self.progress.region.before)] if self.progress.region.before else []
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        """The chunks of newly committed text; `done`: nothing follows."""
+        return [self.delta(text)] if text else []
+
+    def delta(self, text: str) -> Fields:
+        """A chunk with a text."""
+        return {"text": text, "logprobs": None, "finish_reason": None}
+
+    def closing(self) -> Fields:
+        """The last chunk."""
+        return {"text": "", "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
+
+    def choice(self) -> Fields:
+        """The whole."""
+        text = self.progress.region.before + self.outcome.text
+        return {"text": text, "logprobs": self._logprobs(), "finish_reason": self.outcome.finish}
+
+    def _logprobs(self) -> Fields | None:
+        if not self.logprobs:
+            return None
+        texts = [self.text_of(token) for token in self.outcome.tokens]
+        offset, offsets = len(self.progress.region.before), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        top = [{self.text_of(token): _finite(value) for token, value in reversed(each)} for each in self.outcome.top] or None
+        values = [_finite(value) for value in self.outcome.log_probs]
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+
+
+class FimWriter(TextWriter):
+    """A choice of a completion for editors. Those made for Mistral's API read a message, those made for Inception's the text."""
+
+    def opening(self) -> list[Fields]:
+        return [{**self.delta(""), "delta": {"role": "assistant", "content": ""}}]
+
+    def delta(self, text: str) -> Fields:
+        return {**super().delta(text), "delta": {"content": text}}
+
+    def closing(self) -> Fields:
+        return {**super().closing(), "delta": {"content": ""}}
+
+    def choice(self) -> Fields:
+        choice = super().choice()
+        return {**choice, "message": {"role": "assistant", "content": choice["text"], "refusal": None}}
+
+
+class InfillWriter(TextWriter):
+    """A choice of a text with gaps. The whole one also has what each gap was filled with."""
+
+    def choice(self) -> Fields:
+        return {**super().choice(), "gaps": self._gaps()}
+
+    def closing(self) -> Fields:
+        return {**super().closing(), "gaps": self._gaps()}
+
+    def _gaps(self) -> list[Fields]:
+        ids = self.outcome.tokens
+        return [
+            {"start": start, "length": stop - start, "text": str(self.tokenizer.decode(ids[start:stop], skip_special_tokens=True))}
+            for start, stop in gaps(self.progress.work.request)
+        ]
+
+
+class ChatWriter(TextWriter):
+    """A choice of a chat.
+
+    Args:
+        make_reader: of what finds calls; None: there are none.
+    """
+
+    def __init__(self, progress: Progress, make_reader: Callable[[], CallReader] | None = None, *, logprobs: bool = False):
+        super().__init__(progress, logprobs=logprobs)
+        self.make_reader, self.reader = make_reader, make_reader and make_reader()
+
+    @property
+    def complete(self) -> bool:
+        return self.reader is not None and self.reader.single and self.reader.calls > 0
+
+    def opening(self) -> list[Fields]:
+        return [_chat_delta({"role": "assistant", "content": ""})]
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        number = 0 if self.reader is None else self.reader.calls
+        chunks = []
+        for piece in _pieces(self.reader, text, done=done):
+            if isinstance(piece, Call):
+                chunks.append(_chat_delta({"tool_calls": [{"index": number, **piece.as_openai()}]}))
+                number += 1
+            else:
+                chunks.append(self.delta(piece))
+        return chunks
+
+    def delta(self, text: str) -> Fields:
+        return _chat_delta({"content": text})
+
+    def closing(self) -> Fields:
+        called = self.reader is not None and self.reader.calls > 0
+        return {"delta": {}, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if called else self.outcome.finish}
+
+    def choice(self) -> Fields:
+        pieces = _pieces(self.make_reader and self.make_reader(), self.outcome.text, done=True)
+        content, calls = "".join(each for each in pieces if isinstance(each, str)), [each for each in pieces if isinstance(each, Call)]
+        message: Fields = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        message |= {"tool_calls": [call.as_openai() for call in calls]} if calls else {}
+        return {"message": message, "logprobs": self._logprobs(), "finish_reason": "tool_calls" if calls else self.outcome.finish}
+
+    def _logprobs(self) -> Fields | None:
+        if not self.logprobs:
+            return None
+        outcome = self.outcome
+        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), strict=True)
+        content = [self._token(token, value) | {"top_logprobs": [self._token(*each) for each in top]} for token, value, top in tokens]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: int, log_prob: float) -> Fields:
+        text = self.text_of(token)
+        return {"token": text, "logprob": _finite(log_prob), "bytes": None if UNFINISHED in text else [*text.encode()]}
+
+
+class EditWriter(ChatWriter):
+    """A choice of an edit, which is written again when it is whole: a stream has it in one piece.
+
+    Args:
+        content: the message with the region to edit.
+    """
+
+    def __init__(self, progress: Progress, content: str):
+        super().__init__(progress)
+        self.content = content
+
+    def write(self, text: str, *, done: bool) -> list[Fields]:
+        return [self.delta(edited_region(self.outcome.text, self.content))] if done else []
+
+    def choice(self) -> Fields:
+        whole = super().choice()
+        whole["message"]["content"] = edited_region(self.outcome.text, self.content)
+        return whole
+
+
+def choice_facts(progress: Progress, outcome: Outcome) -> Fields:
+    """The numbers of a choice; with a trace also the tokens, and the whole canvas with the step that revealed each position."""
+    work = progress.work
+    facts: Fields = {
+        "denoising_steps": outcome.denoising_steps,
+        "forward_passes": outcome.forward_passes,
+        "tokens_per_pass": outcome.tokens_per_pass,
+    }
+    if work.config.trace:
+        facts |= {"prompt": work.request.prompt, "tokens": outcome.tokens, "log_probs": [*map(_finite, outcome.log_probs)]}
+        facts["trace"] = None if outcome.trace is None else asdict(outcome.trace)
+    return facts
+
+
+def _pieces(reader: CallReader | None, text: str, *, done: bool) -> list[str | Call]:
+    """The content and the calls that a text adds."""
+    return list(reader.read(text, done=done)) if reader is not None else [text] * bool(text)
+
+
+def _chat_delta(delta: Fields) -> Fields:
+    return {"delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, LEAST_LOG_PROB)

@@ -1,0 +1,82 @@
+"""`unmask serve`: uvicorn, with limits of connections, which finishes what it has accepted before it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from unmask.errors import ConfigError
+from unmask.serving.connections import ConnectionLimits, LimitedConnection
+from unmask.serving.scheduler import LAST_STEP, Scheduler
+
+SECONDS_FOR_ERRORS = 2  # seconds in which errors reach those whose requests the end of the server cut off
+
+
+class GracefulServer(uvicorn.Server):
+    """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
+    answered with an error. It also ends when the engine does."""
+
+    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float, on_start: Callable[[], object]):
+        super().__init__(config)
+        self.scheduler, self.grace, self.on_start = scheduler, grace, on_start
+        scheduler.on_end = partial(setattr, self, "should_exit", True)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        ending = asyncio.create_task(self.scheduler.stop(self.grace))
+        await super().shutdown(sockets)
+        await ending
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one. Raises ConfigError if it
+    cannot be bound."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot be bound ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
+    return listener
+
+
+def make_server(
+    app: ASGIApp,
+    scheduler: Scheduler,
+    *,
+    connections: ConnectionLimits | None = None,
+    grace: float = 30.0,
+    keep_alive: int = 5,
+    on_start: Callable[[], object] = lambda: None,
+) -> GracefulServer:
+    """A server of an application; `run(sockets=[listener])` serves until a signal comes.
+
+    Args:
+        grace: seconds in which accepted requests may finish after the signal.
+        keep_alive: seconds after which an idle connection is closed.
+        on_start: called once, when connections are accepted.
+    """
+    config = uvicorn.Config(
+        app,
+        http=partial(LimitedConnection, limits=connections or ConnectionLimits()),  # type: ignore[arg-type]
+        ws="none",
+        lifespan="on",
+        access_log=False,
+        log_level=logging.WARNING,
+        server_header=False,
+        proxy_headers=False,  # by which clients could take turns under many names
+        timeout_keep_alive=keep_alive,
+        timeout_graceful_shutdown=int(grace) + LAST_STEP + SECONDS_FOR_ERRORS,
+    )
+    return GracefulServer(config, scheduler, grace, on_start)

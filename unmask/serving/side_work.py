@@ -1,0 +1,87 @@
+"""Work that takes long, beside the event loop and the engine: in threads of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from unmask.serving.fair_queue import FairQueue
+from unmask.serving.service import OverloadedError, Result
+
+RETRY_AFTER = 5  # seconds
+
+
+@dataclass(eq=False)
+class Turn:
+    """A function that waits or runs, for an owner."""
+
+    function: Callable[[], Any]
+    owner: str
+    answer: asyncio.Future[Any]
+
+
+class SideWork:
+    """Runs functions in threads, for owners who take turns: one at a time of each. It belongs to an event loop's thread.
+
+    A thread cannot be ended. Who does not wait any more leaves it to itself, but its owner's turn lasts until it is finished; and the end
+    of the process waits for none.
+
+    Args:
+        at_once: the most functions that run at once.
+        waiting: the most that wait, of each owner.
+    """
+
+    def __init__(self, at_once: int, waiting: int):
+        self.at_once, self.waiting = at_once, waiting
+        self._queue: FairQueue[Turn] = FairQueue()
+        self._running: list[Turn] = []
+
+    async def run(self, function: Callable[[], Result], owner: str) -> Result:
+        """The result of a function, or its error. OverloadedError if too many wait."""
+        if len(self._queue.of(owner)) >= self.waiting:
+            remedy = f"Try again in {RETRY_AFTER} seconds"
+            raise OverloadedError("too many requests of this client are prepared", remedy=remedy, retry_after=RETRY_AFTER)
+        turn = Turn(function, owner, asyncio.get_running_loop().create_future())
+        self._queue.push(turn, owner)
+        self._begin()
+        try:
+            return await turn.answer
+        finally:
+            self._queue.remove(lambda other: other is turn)
+
+    def stop(self, error: Exception) -> None:
+        """Answer all with an error. What runs is left to itself."""
+        for turn in [*self._queue, *self._running]:
+            if not turn.answer.done():
+                turn.answer.set_exception(error)
+
+    def _begin(self) -> None:
+        """Run what may run."""
+        while len(self._running) < self.at_once:
+            if (turn := self._queue.pop(self._may_run)) is None:
+                return
+            self._running.append(turn)
+            threading.Thread(target=self._run, args=(turn, turn.answer.get_loop()), name="unmask-side-work", daemon=True).start()
+
+    def _may_run(self, turn: Turn) -> bool:
+        return not turn.answer.done() and all(turn.owner != other.owner for other in self._running)
+
+    def _run(self, turn: Turn, loop: asyncio.AbstractEventLoop) -> None:
+        """In a thread."""
+        result, error = None, None
+        try:
+            result = turn.function()
+        except Exception as raised:  # user code: whatever the function raises is for whoever wanted it
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
+            loop.call_soon_threadsafe(self._end, turn, result, error)
+
+    def _end(self, turn: Turn, result: Any, error: Exception | None) -> None:
+        self._running.remove(turn)
+        if not turn.answer.done():
+            turn.answer.set_result(result) if error is None else turn.answer.set_exception(error)
+        self._begin()
