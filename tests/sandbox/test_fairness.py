@@ -151,6 +151,32 @@ def test_programs_may_not_sleep_for_long(program, tests, status):
     assert seconds < limits.wall_seconds, "it was not the limit on sleep that ended the program"
 
 
+CROWD = """
+import os, time
+start = time.monotonic()
+for n in range(28):
+    if os.fork() == 0:
+        turn = 1
+        while True:
+            time.sleep(max(0, start + 0.1 * turn - time.monotonic()))
+            turn = int((time.monotonic() - start) / 0.1) + 1
+            end = time.thread_time() + 0.0005
+            while time.thread_time() < end: pass
+while True: time.sleep(99)
+"""
+"""Processes that wake at once, compute next to nothing, and so wait for one another."""
+
+
+def test_processes_that_wait_for_one_another_hide_no_sleep():
+    require_sandbox()
+    pool = Pool(1, Limits(seconds=9.0, idle_seconds=1.0, wall_seconds=3.0))
+    try:
+        [outcome] = pool.run([python_job(CROWD, TESTS)])
+    finally:
+        pool.close()
+    assert outcome.detail in ("not done within 1 s of sleep", "not done within 3 s in all")
+
+
 @pytest.mark.parametrize("controlled", [True, False])
 @pytest.mark.slow
 @pytest.mark.alone

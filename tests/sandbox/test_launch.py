@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from typing import Any
 
 import pytest
 
@@ -58,10 +59,14 @@ def test_what_is_killed_counts_no_more():
     slot.close()
 
 
+def used(ran: float = 0.5, delayed: float = 0.5, **named: Any) -> Usage:
+    return Usage(ran=ran, delays={1: delayed, 2: 0.3}, **named)
+
+
 def exceeded(*readings: tuple[Usage, float, float]) -> str | None:
-    """The limit that the last of these readings exceeds, and none before it does."""
-    meter = Meter(Limits(seconds=2.0, idle_seconds=1.0, wall_seconds=9.0), Usage(ran=0.5, delayed=0.5), now=100.0)
-    *earlier, last = [meter.exceeded(*reading) for reading in readings]
+    """The limit that the last of these readings exceeds, and none before it does. The tests do nothing."""
+    meter = Meter(Limits(seconds=2.0, idle_seconds=1.0, wall_seconds=9.0), [used(), used()], now=100.0)
+    *earlier, last = [meter.exceeded([usage, used()], before, after) for usage, before, after in readings]
     assert not any(earlier)
     return last
 
@@ -69,11 +74,13 @@ def exceeded(*readings: tuple[Usage, float, float]) -> str | None:
 @pytest.mark.parametrize(
     ("usage", "now", "limit"),
     [
-        (Usage(computed=2.1, ran=2.6, idle=False), 103.0, "2 s of processor time"),
-        (Usage(ran=0.6, delayed=0.5), 101.2, "1 s of sleep"),
-        (Usage(ran=0.6, delayed=0.5, idle=False), 109.1, "9 s in all"),
-        (Usage(ran=1.1, delayed=1.0), 102.0, None),  # it ran for 0.6 s, and waited for a processor for 0.5 s
-        (Usage(ran=0.6, delayed=90.5, idle=False), 195.0, None),  # waited for a processor
+        (used(2.6, computed=2.1, idle=False), 103.0, "2 s of processor time"),
+        (used(0.6), 101.2, "1 s of sleep"),
+        (used(0.6, idle=False), 109.1, "9 s in all"),
+        (used(1.1, 1.0), 102.0, None),  # it ran for 0.6 s, and waited for a processor for 0.5 s
+        (used(0.6, 90.5, idle=False), 195.0, None),  # waited for a processor
+        (Usage(ran=0.6, delays={thread: 0.2 for thread in range(3, 32)}), 101.5, "1 s of sleep"),  # for one another
+        (Usage(ran=0.6, delays={thread: 2.0 for thread in range(3, 32)}, idle=False), 111.2, "9 s in all"),
     ],
 )
 def test_the_limit_that_ends_a_program_is_named(usage, now, limit):
@@ -82,6 +89,10 @@ def test_the_limit_that_ends_a_program_is_named(usage, now, limit):
 
 def test_a_late_reading_is_not_taken_for_sleep():
     """On a busy host seconds pass between a look at the clock and the reading of the times."""
-    late = (Usage(ran=0.5, delayed=4.5), 100.1, 104.0)
-    assert exceeded(late, (Usage(ran=0.6, delayed=4.5), 104.1, 104.1)) is None
-    assert exceeded(late, (Usage(ran=0.6, delayed=4.5), 105.2, 105.2)) == "1 s of sleep"
+    late = (used(delayed=4.5), 100.1, 104.0)
+    assert exceeded(late, (used(0.6, 4.5), 104.1, 104.1)) is None
+    assert exceeded(late, (used(0.6, 4.5), 105.2, 105.2)) == "1 s of sleep"
+
+
+def test_the_waiting_of_ended_threads_is_not_forgotten():
+    assert exceeded((used(0.6, 30.5, idle=False), 131.0, 131.0), (Usage(ran=0.2, idle=False), 138.0, 138.0)) is None

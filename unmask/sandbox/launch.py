@@ -12,8 +12,8 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -140,18 +140,23 @@ class Usage:
     Attributes:
         computed: seconds of processor time, with that of ended processes that were waited for.
         ran: seconds that the living threads computed.
-        delayed: seconds that the living threads waited for a processor.
+        delays: of each living thread the seconds that it waited for a processor.
         idle: whether all threads sleep: none computes, or waits for a processor or the disk.
     """
 
     computed: float = 0.0
     ran: float = 0.0
-    delayed: float = 0.0
+    delays: Mapping[int, float] = field(default_factory=dict)
     idle: bool = True
 
     def __add__(self, other: Usage) -> Usage:
-        computed, ran, delayed = self.computed + other.computed, self.ran + other.ran, self.delayed + other.delayed
-        return Usage(computed, ran, delayed, self.idle and other.idle)
+        delays = {**self.delays, **other.delays}
+        return Usage(self.computed + other.computed, self.ran + other.ran, delays, self.idle and other.idle)
+
+    def delayed_since(self, earlier: Usage) -> float:
+        """Seconds for which one of the threads has waited for a processor since then, at most. Of several that wait at once, for one
+        another too, only one counts."""
+        return max((seconds - earlier.delays.get(thread, 0.0) for thread, seconds in self.delays.items()), default=0.0)
 
 
 def usage_of(pid: int) -> Usage:
@@ -167,7 +172,7 @@ def usage_of(pid: int) -> Usage:
                 # A parent waits uninterruptibly for a child that shares its memory (vfork), as for the disk.
                 total += Usage(idle=_stat(thread)[0] not in ("R" if children else "RD"))
                 ran, delayed, _ = map(int, (thread / "schedstat").read_text().split())
-                total += Usage(ran=ran / 1e9, delayed=delayed / 1e9)
+                total += Usage(ran=ran / 1e9, delays={int(thread.name): delayed / 1e9})
     return total
 
 
@@ -175,25 +180,31 @@ class Meter:
     """Compares what a program and its tests use with their limits.
 
     Args:
-        usage: what they had used when they got their job.
+        usages: what each of the two had used when they got their job.
         now: when that was known, in seconds of a monotonic clock.
     """
 
-    def __init__(self, limits: Limits, usage: Usage, now: float):
+    def __init__(self, limits: Limits, usages: Sequence[Usage], now: float):
         self.limits, self.idle = limits, 0.0
-        self._first = self._usage = usage
+        self._first = self._last = usages
         self._start = self._read = now
+        self._delayed = [0.0] * len(usages)
 
-    def exceeded(self, usage: Usage, before: float, after: float) -> str | None:
-        """The limit that is exceeded, if any. `usage` was read between `before` and `after`, which are far apart on a busy host."""
-        if usage.idle:  # the shortest time between the two readings, so that one that was late is not taken for sleep
-            busy = usage.ran + usage.delayed - self._usage.ran - self._usage.delayed
-            self.idle += max(0.0, before - self._read - max(0.0, busy))
-        self._usage, self._read = usage, after
+    def exceeded(self, usages: Sequence[Usage], before: float, after: float) -> str | None:
+        """The limit that is exceeded, if any. `usages` were read between `before` and `after`, which are far apart on a busy host."""
+        if all(usage.idle for usage in usages):
+            pairs = zip(usages, self._last, strict=True)
+            busy = sum(max(0.0, usage.ran - last.ran) + max(0.0, usage.delayed_since(last)) for usage, last in pairs)
+            # The shortest time between the two readings, so that one that was late is not taken for sleep.
+            self.idle += max(0.0, before - self._read - busy)
+        counted = zip(usages, self._first, self._delayed, strict=True)
+        self._delayed = [max(most, usage.delayed_since(first)) for usage, first, most in counted]  # that of ended threads is kept
+        self._last, self._read = usages, after
+        computed = sum(usage.computed - first.computed for usage, first in zip(usages, self._first, strict=True))
         spent = {
-            f"{self.limits.seconds:g} s of processor time": usage.computed - self._first.computed - self.limits.seconds,
+            f"{self.limits.seconds:g} s of processor time": computed - self.limits.seconds,
             f"{self.limits.idle_seconds:g} s of sleep": self.idle - self.limits.idle_seconds,
-            f"{self.limits.wall_seconds:g} s in all": before - self._start - usage.delayed + self._first.delayed - self.limits.wall_seconds,
+            f"{self.limits.wall_seconds:g} s in all": before - self._start - sum(self._delayed) - self.limits.wall_seconds,
         }
         return next((limit for limit, over in spent.items() if over > 0), None)
 
@@ -234,19 +245,19 @@ class Cell:
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        meter = Meter(self.limits, self._usage(), time.monotonic())
+        meter = Meter(self.limits, self._usages(), time.monotonic())
         self.tester.send(payload)
         self.candidate.send(program)
         while (frame := self.tester.receive(POLL_SECONDS)) is None:
             before = time.monotonic()
             if before > deadline:
                 raise SandboxError(BATCH_OVER, where="sandbox", remedy="Give the batch more time")
-            if limit := meter.exceeded(self._usage(), before, time.monotonic()):
+            if limit := meter.exceeded(self._usages(), before, time.monotonic()):
                 return {"exceeded": limit}
         return json.loads(frame or b"{}")
 
-    def _usage(self) -> Usage:
-        return self.candidate.usage() + self.tester.usage()
+    def _usages(self) -> list[Usage]:
+        return [self.candidate.usage(), self.tester.usage()]
 
     def kill(self) -> None:
         self.candidate.kill()
