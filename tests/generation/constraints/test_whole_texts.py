@@ -23,7 +23,7 @@ from unmask.generation.requests import make_infill_requests
 pytest.importorskip("outlines_core")
 
 PATTERN = "a(b|cc)?d*(bda|c[ef]c)f*"
-BOS, EOS, A, B, C, D, E, F = 1, 2, *range(4, 10)
+BOS, EOS, UNK, A, B, C, D, E, F = 1, 2, 3, *range(4, 10)
 
 
 def texts_of(hidden: int) -> list[list[int]]:
@@ -88,6 +88,21 @@ def test_texts_are_drawn_from_the_distribution_given_the_constraint():
     assert len(expected) > 4 and set(drawn) <= set(expected)
     counts, probs = (torch.tensor([values[text] for text in expected], dtype=torch.float64) for values in (drawn, expected))
     assert chi_square_is_likely(counts, probs)
+
+
+@pytest.mark.parametrize("text, what", [([A, EOS, None, D], "'</s>' at position 1"), ([UNK, A, None], "'<unk>' at position 0")])
+def test_a_token_that_is_no_text_is_named(text, what):
+    lm = tiny("phi", "bidirectional")
+    text = [lm.mask_token_id if token is None else token for token in text]
+    with pytest.raises(GenerationError, match=f"the token {what} is no text. Leave it out of the text"):
+        sampler.infill(lm, [text], over_text(SamplerConfig()))
+
+
+def test_a_text_whose_sums_would_take_too_much_memory_is_refused(monkeypatch):
+    lm = tiny("phi", "bidirectional")
+    monkeypatch.setattr("unmask.generation.constraints.gaps.MOST_EDGES", 50)
+    with pytest.raises(GenerationError, match="7 tokens are too many for a constraint of"):
+        sampler.infill(lm, [[A, *[lm.mask_token_id] * 6]], over_text(SamplerConfig()))
 
 
 def test_what_cannot_fit_is_refused():

@@ -9,13 +9,15 @@ from itertools import groupby
 
 import numpy as np
 
-from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.constraints.automaton import End, TokenAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
+
+MOST_EDGES = 2**24
+"""Edges of the automaton, at each position of a text as a whole: about half a gigabyte."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,12 +63,13 @@ def constrained_gaps(
     """
     if config.constraint is None:
         return ()
-    vocabulary, banned = read_vocabulary(lm), _banned(lm, config)
+    vocabulary = read_vocabulary(lm)
     if config.constraint.over == "text":
         if completion:
             remedy = "Leave it out, or fill in a text (unmask.infill)"
             raise GenerationError("a completion is met as a whole, without its prompt", where="constraint.over", remedy=remedy)
-        return (_whole_text(config.constraint, vocabulary, banned, ids, hidden, where),)
+        return (_whole_text(lm, vocabulary, ids, hidden, config, where),)
+    banned = _banned(lm, config)
     end: End = "none" if not completion else "stops" if config.stop_at_eos else "filled"
     gaps, start = [], 0
     for is_hidden, run in groupby(hidden):
@@ -81,19 +84,27 @@ def constrained_gaps(
 
 
 def _whole_text(
-    constraint: ConstraintConfig, vocabulary: Vocabulary, banned: Sequence[int], ids: Sequence[int], hidden: Sequence[bool], where: str
+    lm: DiffusionLM, vocabulary: Vocabulary, ids: Sequence[int], hidden: Sequence[bool], config: SamplerConfig, where: str
 ) -> Gap:
     """The text of a sequence as a gap in which only some tokens are hidden."""
-    inside = [at for at, is_hidden in enumerate(hidden) if is_hidden or vocabulary.bytes_V[ids[at]] is not None]
+    assert config.constraint is not None
+    known = [is_hidden or vocabulary.bytes_V[token] is not None for token, is_hidden in zip(ids, hidden, strict=True)]
+    inside = [at for at, token in enumerate(ids) if known[at] or token == lm.tokenizer.unk_token_id]
     start, stop = inside[0], inside[-1] + 1
-    automaton = compile_constraint(constraint, vocabulary, end="none", at_start=True)
+    if not all(known[start:stop]):
+        at = known.index(False, start)
+        what = f"the token {lm.tokenizer.convert_ids_to_tokens(ids[at])!r} at position {at} is no text"
+        raise GenerationError(what, where=f"constraint.over for {where}", remedy="Leave it out of the text")
+    automaton = compile_constraint(config.constraint, vocabulary, end="none", at_start=True)
+    if (stop - start) * len(automaton.edge_table.source_E) > MOST_EDGES:
+        what = f"{stop - start:,} tokens are too many for a constraint of {len(automaton.edge_table.source_E):,} edges"
+        raise GenerationError(what, where=f"constraint.over for {where}", remedy="Shorten the text, or bound the constraint's repetitions")
     given = tuple(None if hidden[at] else ids[at] for at in range(start, stop))
-    gap = Gap(start, stop, automaton, automaton.live_classes(banned), given)
+    gap = Gap(start, stop, automaton, automaton.live_classes(_banned(lm, config)), given)
     if not gap.completable(start)[automaton.start]:
         what = "no tokens in its gaps make the text meet it"
-        raise GenerationError(
-            what, where=f"constraint for {where}", remedy="Change the text, the number of mask tokens in its gaps, or the constraint"
-        )
+        remedy = "Change the text, the number of mask tokens in its gaps, or the constraint"
+        raise GenerationError(what, where=f"constraint for {where}", remedy=remedy)
     return gap
 
 
