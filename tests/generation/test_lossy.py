@@ -76,6 +76,7 @@ def test_stale_keys_cost_agreement_and_save_work(cache):
 def test_agreement_counts_positions():
     assert agreement([[1, 2, 3], [4]], [[1, 9, 3], [4]]) == 0.75
     assert agreement([[1, 2]], [[1, 2, 3, 4], [5]]) == 0.5
+    assert agreement([[], []], [[], []]) == 1.0
 
 
 def test_agreement_of_infilling_counts_hidden_positions(monkeypatch):

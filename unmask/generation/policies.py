@@ -196,14 +196,17 @@ def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
 
 
 def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
-    """The policy's confidence under the distribution proportional to the weights, from which tokens are drawn (Dream, Ye et al. 2025)."""
+    """The policy's confidence under the distribution proportional to the weights, from which tokens are drawn (Dream, Ye et al. 2025);
+    -inf where none has a weight."""
+    total_N = weight_NV.sum(-1)
     if policy == "confidence":
-        return _log_fraction(weight_NV, token_N)
-    prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
-    if policy == "entropy":
-        return -torch.special.entr(prob_NV).sum(-1)
-    best_N2 = prob_NV.topk(2).values
-    return best_N2[:, 0] - best_N2[:, 1]
+        confidence_N = _log_fraction(weight_NV, token_N)
+    elif policy == "entropy":
+        confidence_N = -torch.special.entr(weight_NV / total_N[:, None]).sum(-1)
+    else:
+        best_N2 = (weight_NV / total_N[:, None]).topk(2).values
+        confidence_N = best_N2[:, 0] - best_N2[:, 1]
+    return confidence_N.masked_fill(total_N == 0, -torch.inf)
 
 
 def guide(logits_NV: Tensor, unconditional_NV: Tensor, guidance: float | Tensor) -> Tensor:

@@ -106,10 +106,11 @@ def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
 
 
 def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
-    """The fraction of equal tokens over pairs of completions, each counted up to the end of the longer one."""
+    """The fraction of equal tokens over pairs of completions, each counted up to the end of the longer one; 1 if all are empty."""
     pairs = list(zip(exact, lossy, strict=False))
     same = sum(sum(a == b for a, b in zip(one, other, strict=False)) for one, other in pairs)
-    return same / sum(max(len(one), len(other)) for one, other in pairs)
+    total = sum(max(len(one), len(other)) for one, other in pairs)
+    return same / total if total else 1.0
 
 
 def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list[int]]:

@@ -219,6 +219,19 @@ def test_a_text_without_any_probability_is_an_error():
         sampler.generate(lm, [[5]], SamplerConfig(max_new_tokens=3, constraint=ConstraintConfig(regex="a+")))
 
 
+@pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
+def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(policy):
+    """top_p leaves the end token alone, which `reveal_last` leaves out, and the constraint demands another one."""
+    lm = tiny("phi", "bidirectional", None, False, eos_bias=-2.0)
+    own = {"top_p": 0.3, "filtered_confidence": True, "reveal_last": [2], "policy": policy, "stop_at_eos": False}
+    config = SamplerConfig(max_new_tokens=2, constraint=ConstraintConfig(regex="c*"), **own)
+    generation = sampler.generate(lm, PROMPTS, config)
+    check(lm, generation, "c*")
+    assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens
+    traced = sampler.generate(lm, PROMPTS, config.model_copy(update={"trace": True}))
+    assert min(step for trace in traced.trace for step in trace.steps) >= 0
+
+
 def test_sequences_of_different_constraints_share_a_batch():
     lm = tiny("phi", "bidirectional", eos_bias=1.0)
     alone = {}
