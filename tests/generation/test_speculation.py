@@ -60,7 +60,7 @@ def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) ->
     return [kept, *later.tolist()]
 
 
-@pytest.mark.parametrize("candidates", [1, 2, pytest.param(3, marks=pytest.mark.slow), 6])
+@pytest.mark.parametrize("candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 6))])
 @pytest.mark.parametrize("target, drafted", DISTRIBUTIONS)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""
@@ -164,7 +164,10 @@ def chi_square(generation, expected) -> float:
     return chisquare([counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]).pvalue
 
 
-@pytest.mark.parametrize("logit_shift, candidates", [(False, 1), (True, 1), (False, 2), pytest.param(True, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "logit_shift, candidates",
+    [(False, 1), (True, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 1), (False, 2), (True, 3)))],
+)
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = tiny("phi", "block_causal", 4, logit_shift, causal_context=True), [4, 6, 9], [5, 4, 7]

@@ -72,6 +72,7 @@ def test_masks_are_kept_between_steps_and_can_be_forgotten(corpus):
     assert package.mask_cache_stats()["size"] == 0
 
 
+@pytest.mark.slow
 def test_the_same_from_python(corpus, tmp_path):
     model = package.load(shared_path("models", "stories260K"))
     settings = {"max_steps": 3, "per_device_train_batch_size": 8, "max_length": 64, "logging_steps": 1, "use_cpu": True}
