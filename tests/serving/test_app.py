@@ -100,13 +100,16 @@ def test_an_unknown_path_is_an_error_in_openais_shape_and_no_label_of_a_metric(p
 
 
 def test_the_playground_is_served_where_it_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "PLAYGROUND", tmp_path)
+    page = tmp_path / "static"
+    page.mkdir()
+    (tmp_path / "secret").write_text("")
+    monkeypatch.setattr(app_module, "PLAYGROUND", page)
     with served(tiny()) as url:
         assert http_get(url).status_code == 404
-    (tmp_path / "index.html").write_text("<!doctype html>the playground")
+    (page / "index.html").write_text("<!doctype html>the playground")
     with served(tiny()) as url:
         assert "the playground" in http_get(url).text
-        assert http_get(f"{url}/../app.py").status_code == 404 and http_get(f"{url}/v1/models").status_code == 200
+        assert http_get(f"{url}/%2e%2e/secret").status_code == 404 and http_get(f"{url}/v1/models").status_code == 200
 
 
 def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +124,14 @@ def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypa
         assert {answer.status_code for answer in failed} == {500} and "secret" not in failed[0].text
         assert (health.status_code, health.json()) == (503, {"status": "failing"})
         assert complete(url).status_code == 200 and http_get(f"{url}/health").status_code == 200
+
+
+def test_a_limit_below_the_default_length_is_the_default() -> None:
+    with served(tiny(attention="bidirectional"), AppSettings(Limits(max_tokens=8))) as url:
+        answer = http_post(f"{url}/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert answer.status_code == 200 and len(answer.json()["choices"][0]["text"]) <= 8
+        filled = http_post(f"{url}/v1/infill", json={"model": "tiny", "segments": ["a", "b"], "lengths": [3]})
+        assert filled.status_code == 200 and len(filled.json()["choices"][0]["text"]) == 5
 
 
 def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
@@ -141,6 +152,7 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
         assert complete(url).status_code == 200
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0
+        assert metric(url, "unmask_forward_passes_total") < 20 * 8 * 36 / 2  # of whole answers there would be twice as many
 
 
 def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

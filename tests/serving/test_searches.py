@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
 
 from tests.generation.tiny_models import tiny
+from tests.serving.scheduling import scheduling, until
 from unmask.config.run import SamplerConfig
 from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
@@ -26,21 +26,6 @@ from unmask.serving.service import BetweenSteps, OtherWeightsError, StoppedError
 CONFIG = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 LM = tiny("phi", "bidirectional")
 TEXT = InfillRequest(model="tiny", text="abcd<gap>fedcba", max_gap=9)
-
-
-@contextlib.asynccontextmanager
-async def scheduling(**settings: Any) -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(LM, "tiny", **settings)
-    scheduler.start()
-    try:
-        yield scheduler
-    finally:
-        await scheduler.stop(grace=0)
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def search(between_steps: BetweenSteps) -> Any:
@@ -58,7 +43,7 @@ def test_others_make_a_step_between_any_two_passes_of_a_search(monkeypatch: pyte
     made.clear()
 
     async def run() -> Any:
-        async with scheduling(batch_size=2) as scheduler:
+        async with scheduling(LM, batch_size=2) as scheduler:
             [request] = make_requests(LM, ["abc"], CONFIG)
             events = scheduler.submit([Work(request, CONFIG, frames=True)], owner="a")
             await anext(events)
@@ -82,7 +67,7 @@ def test_a_search_that_nobody_waits_for_ends_after_the_pass_that_it_is_in() -> N
             raise
 
     async def run() -> None:
-        async with scheduling() as scheduler:
+        async with scheduling(LM) as scheduler:
             task = asyncio.create_task(scheduler.search(endless, owner="a"))
             await until(inside.is_set)
             task.cancel()
@@ -101,7 +86,7 @@ def test_the_end_of_the_server_ends_searches() -> None:
             between_steps(lambda: None)
 
     async def run() -> None:
-        async with scheduling() as scheduler:
+        async with scheduling(LM) as scheduler:
             task = asyncio.create_task(scheduler.search(endless, owner="a"))
             await asyncio.sleep(0.02)
             await scheduler.stop(grace=30)
@@ -118,7 +103,7 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
     searches = 0
 
     async def run() -> None:
-        async with scheduling() as scheduler:
+        async with scheduling(LM) as scheduler:
 
             async def searching(function: Callable[..., Any], *, owner: str) -> Any:
                 nonlocal searches
@@ -139,7 +124,7 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     async def run() -> Any:
-        async with scheduling() as scheduler:
+        async with scheduling(LM) as scheduler:
             context = Context(scheduler, Limits(), "a")
             plans = [
                 plan_infill(context, TEXT),

@@ -115,7 +115,10 @@ def test_logs_have_no_prompts_unless_asked(tmp_path: Path) -> None:
     tiny().save(tmp_path / "model")
     logs = []
     for words in ([], ["--log-requests"]):
-        with command(tmp_path / "model", *words) as (process, url):
+        limits = ["--max-tokens", "40", "--max-answers", "2", "--queue-size", "3"]
+        with command(tmp_path / "model", *limits, *words) as (process, url):
+            told = http_get(f"{url}/v1/models").json()["data"][0]["limits"]
+            assert told == {"sequences": 3, "n": 2, "max_tokens": 40}
             assert complete(url, "abcabcabc", max_tokens=8).status_code == 200
             assert complete(url, "abcabcabc", max_tokens=10**9).status_code == 400
             process.send_signal(signal.SIGINT)

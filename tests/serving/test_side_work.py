@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.serving.scheduling import until
 from unmask.serving.service import OverloadedError, StoppedError
 from unmask.serving.side_work import SideWork
 
@@ -27,11 +28,6 @@ class Held:
             return name
 
         return run
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
 
 
 def test_owners_take_turns_one_at_a_time_of_each() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx2 as httpx
@@ -13,6 +12,7 @@ import pytest
 from starlette.types import Message
 
 from tests.generation.tiny_models import tiny
+from tests.serving.scheduling import scheduling
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
@@ -20,7 +20,6 @@ from unmask.serving import submission
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.openai import disconnect, routes
 from unmask.serving.openai.disconnect import EventStream
-from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import SlowReaderError, Work
 
 SCOPE: dict[str, Any] = {"type": "http"}
@@ -64,22 +63,12 @@ def test_a_silent_stream_says_that_it_waits_and_nothing_after_its_end() -> None:
     assert bodies[0] == b"data: 1\n\n" and bodies[-1] == b"data: 2\n\n" and set(bodies[1:-1]) == {b": waiting\n\n"}
 
 
-@contextlib.asynccontextmanager
-async def scheduling() -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(tiny(), "tiny")
-    scheduler.start()
-    try:
-        yield scheduler
-    finally:
-        await scheduler.stop(grace=0)
-
-
 def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(submission, "MOST_WAITING", 10)
     config = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 
     async def run() -> None:
-        async with scheduling() as scheduler:
+        async with scheduling(tiny()) as scheduler:
             [request] = make_requests(scheduler.lm, ["abc"], config)
             events = scheduler.submit([Work(request, config, frames=True)], owner="a")
             value = scheduler.metrics.registry.get_sample_value
@@ -100,7 +89,7 @@ def test_a_stream_that_waits_in_the_queue_begins_and_a_refusal_is_then_an_event(
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "stream": True}
 
     async def run() -> None:
-        async with scheduling() as scheduler:
+        async with scheduling(tiny()) as scheduler:
             transport = httpx.ASGITransport(make_app(scheduler, AppSettings()))
             client = httpx.AsyncClient(transport=transport, base_url="http://localhost/v1", timeout=60)
             soon = await client.post("/completions", json={**body, "diffusion": {"timeout": 0.01}})

@@ -72,7 +72,8 @@ def serve(
         most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
         scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
         address = listener.getsockname()
-        served = f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{address[0]}:{address[1]}"
+        place = f"[{address[0]}]" if ":" in address[0] else address[0]
+        served = f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{place}:{address[1]}"
         limits, tell = ConnectionLimits(max_connections), partial(typer.echo, served)
         server = make_server(make_app(scheduler, settings), scheduler, connections=limits, grace=grace, on_start=tell)
         server.run(sockets=[listener])

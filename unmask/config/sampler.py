@@ -90,7 +90,8 @@ class SamplerConfig(Config):
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1, fail_fast=True)
     """Token ids that are not produced. The mask token never is."""
     constraint: ConstraintConfig | None = None
-    """What the completion, or each gap of a text to fill, has to match (`choice`, `regex`, `json_schema`, `json` or `grammar`)."""
+    """What the completion, or a text to fill (each gap, or the whole: `over`), has to match (`choice`, `regex`, `json_schema`, `json` or
+    `grammar`)."""
     stop_at_eos: bool = True
     """Whether a completion ends with the first of the model's end tokens (`DiffusionLM.eos_token_ids`)."""
     cache: Literal["exact", "prefix", "dual"] = "exact"

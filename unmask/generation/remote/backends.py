@@ -180,7 +180,8 @@ class ServerBackend(RemoteBackend):
         if config.deterministic:
             what = "the sequences of all clients of a server share its forward passes"
             raise GenerationError(what, where="deterministic", remedy="Leave it out and start the server with --deterministic")
-        requests = make_requests(self.lm, prompts, config, keys)
+        unconstrained = config.model_copy(update={"constraint": None})  # the server compiles it
+        requests = make_requests(self.lm, prompts, unconstrained, keys)
         order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
         chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
         with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:

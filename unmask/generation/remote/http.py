@@ -55,9 +55,10 @@ class HttpClient:
         return self.read(text, json.loads) if text else None
 
     def send(self, method: str, path: str, **content: Any) -> str:
-        """Send a request with the `content` arguments of httpx (`json=...`), and return the text of the answer. Retries for `patience`
-        seconds while the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses this one."""
-        deadline: float | None = None  # from the first failure on
+        """Send a request with the `content` arguments of httpx (`json=...`), and return the text of the answer. Retries while the server
+        accepts no requests, for `patience` seconds from the first failure on, or `queue_patience` while too many wait. Raises RemoteError
+        if it accepts none, does not answer, or refuses this one."""
+        since: float | None = None  # the first failure
         while True:
             try:
                 status, text = self._exchange(method, path, **content)
@@ -65,14 +66,14 @@ class HttpClient:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
                     what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or check the server's log"
                     raise self.error(what, remedy) from error
-                deadline = self._wait(deadline, error, self.patience)
+                since = self._wait(since, error, self.patience)
             else:
                 if 200 <= status < 300:
                     return text
                 if status not in BUSY:
                     raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
                 patience = self.queue_patience if status == FULL else self.patience
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"), patience)
+                since = self._wait(since, RuntimeError(f"{status}: {text[:300]}"), patience)
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
         """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""
@@ -99,10 +100,10 @@ class HttpClient:
                     raise httpx.ReadTimeout("the answer does not end")
         return response.status_code, b"".join(chunks).decode(errors="replace")
 
-    def _wait(self, deadline: float | None, error: Exception, patience: float) -> float:
-        deadline = deadline or time.monotonic() + patience
-        if time.monotonic() > deadline:
+    def _wait(self, since: float | None, error: Exception, patience: float) -> float:
+        since = time.monotonic() if since is None else since
+        if time.monotonic() > since + patience:
             what = f"the server has accepted no requests for {patience:g} seconds ({error})"
             raise self.error(what, "Start it, or correct the address") from error
         time.sleep(0.5)
-        return deadline
+        return since

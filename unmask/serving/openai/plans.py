@@ -121,6 +121,7 @@ async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
     parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
     ids, version = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
+    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "text" if body.text is not None else "segments")
     requests = await _infill_requests(context, ids, config, body)
     return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], version=version)
 
@@ -175,7 +176,6 @@ async def _infill_requests(
     context: Context, ids: list[int], config: SamplerConfig, body: InfillRequest | CompletionRequest | FimRequest
 ) -> list[Request]:
     """Requests for the hidden positions of a text."""
-    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "max_new_tokens")
     repeated = _repeated([ids], body)
     make = partial(make_infill_requests, context.lm, repeated, config, body.diffusion.keys)
     return await context.make(make, compiles=config.constraint is not None)

@@ -37,12 +37,13 @@ def sampler_config(
     """The settings of a request. With neither seed nor keys the seed is drawn.
 
     Args:
-        default_tokens: of the answer, where the request does not say how many.
+        default_tokens: of the answer, where the request does not say how many; None: the sampler's default, or the limit if that is lower.
 
     Raises:
         ConfigError: settings that contradict one another.
         GenerationError: a limit is exceeded, a constraint is given twice, or `max_tokens` and `max_completion_tokens` differ.
     """
+    default_tokens = default_tokens or min(SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens)
     max_tokens = tokens_wanted(request) or default_tokens
     given = request.diffusion.sampler
     openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_log_probs": top_log_probs}

@@ -88,13 +88,13 @@ def call_constraint(request: ChatRequest, tools: Sequence[Tool], written: CallFo
     """
     if request.tool_choice in ("auto", "none"):
         return None
-    chosen = list(tools)
+    chosen = tools
     if isinstance(request.tool_choice, NamedTool):
         name = request.tool_choice.function.name
         chosen = [tool for tool in tools if tool.function.name == name]
         if not chosen:
             raise GenerationError(f"{name!r} is not among the tools", where="tool_choice", remedy="Name one of them")
-    calls = [_call_pattern(tool, written, request.tools or []) for tool in chosen]
+    calls = [_call_pattern(tool, written, tools) for tool in chosen]
     return ConstraintConfig(regex=f"{escape(written.before)}(?:{'|'.join(calls)}){escape(written.after)}")
 
 
