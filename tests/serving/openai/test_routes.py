@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 import unmask
+from tests.helpers import shared_path
 from tests.serving.models import make_byte_model, make_model, model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
@@ -177,6 +178,16 @@ def test_gaps_of_given_and_of_searched_lengths(service):
     assert searched["usage"]["completion_tokens"] == sum(lengths) and searched["usage"]["prompt_tokens"] == 9
     marked = answer(service(), "infill", text="ab__cdef__gh", gap_mark="__", **asked)
     assert marked["choices"] == searched["choices"]
+
+
+def test_masks_in_a_text_stand_for_its_tokens():
+    lm = unmask.load(shared_path("models", "stories260K"), attention="bidirectional", logit_shift=False)
+    ids, mask = lm.tokenizer("Once upon a time, there was a girl")["input_ids"], lm.tokenizer.mask_token
+    masked = [lm.mask_token_id if lm.tokenizer.convert_ids_to_tokens(token) in ("\u2581upon", "\u2581was") else token for token in ids]
+    assert masked.count(lm.mask_token_id) == 2
+    with running(lm) as scheduler:
+        asked = answer(scheduler, "infill", text=f"Once{mask} a time, there{mask} a girl", diffusion={"trace": True})
+    assert asked["choices"][0]["diffusion"]["prompt"] == masked
 
 
 def test_special_tokens_in_segments_stay_text(service):
