@@ -91,6 +91,13 @@ class TokenAutomaton:
             state = int(self.next_SC[state, self.class_V[token]])
         return state
 
+    def through(self, tokens: Iterable[int]) -> np.ndarray:
+        """The state [S] after tokens, from each state."""
+        state_S = np.arange(len(self.next_SC))
+        for token in tokens:
+            state_S = self.next_SC[state_S, self.class_V[token]]
+        return state_S
+
     def accepts(self, tokens: Iterable[int]) -> bool:
         """Whether these tokens, all of them, meet the constraint."""
         return bool(self.accepts_S[self.after(tokens)])

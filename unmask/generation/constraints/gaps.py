@@ -17,7 +17,7 @@ from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
 
 MOST_EDGES = 2**24
-"""Edges of the automaton, at each position of a text as a whole: about half a gigabyte."""
+"""Edges of the automaton at each hidden position of a text as a whole, and states at each given one: about half a gigabyte."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,8 @@ def _whole_text(
         what = f"the token {lm.tokenizer.convert_ids_to_tokens(ids[at])!r} at position {at} is no text"
         raise GenerationError(what, where=f"constraint.over for {where}", remedy="Leave it out of the text")
     automaton = compile_constraint(config.constraint, vocabulary, end="none", at_start=True)
-    if (stop - start) * len(automaton.edge_table.source_E) > MOST_EDGES:
+    known_tokens = stop - start - sum(hidden)
+    if sum(hidden) * len(automaton.edge_table.source_E) + known_tokens * len(automaton.next_SC) > MOST_EDGES:
         what = f"{stop - start:,} tokens are too many for a constraint of {len(automaton.edge_table.source_E):,} edges"
         raise GenerationError(what, where=f"constraint.over for {where}", remedy="Shorten the text, or bound the constraint's repetitions")
     given = tuple(None if hidden[at] else ids[at] for at in range(start, stop))
