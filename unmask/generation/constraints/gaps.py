@@ -11,7 +11,7 @@ import numpy as np
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.constraints.automaton import End, TokenAutomaton
+from unmask.generation.constraints.automaton import End, Reach, TokenAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
@@ -33,8 +33,13 @@ class Gap:
     def completable(self, position: int) -> np.ndarray:
         """The states [S] from which the tokens from a position on can lead to an accepting one, if those hidden at first are free."""
         if self.given is None:
-            return self.automaton.completable(self.stop - position, self.live_C)
+            return self._reach.states(self.stop - position)
         return self._completable[position - self.start]
+
+    @cached_property
+    def _reach(self) -> Reach:
+        """Kept here as well: the automaton keeps only those of the last requests."""
+        return self.automaton.reach(self.live_C)
 
     @cached_property
     def _completable(self) -> list[np.ndarray]:
