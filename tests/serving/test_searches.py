@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 
 from tests.generation.tiny_models import tiny
-from tests.serving.scheduling import scheduling, until
+from tests.serving.scheduling import scheduling, traces, until, works
 from unmask.config.run import SamplerConfig
 from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
 from unmask.serving.limits import Limits
+from unmask.serving.openai import chat, plans
+from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.requests import CompletionRequest, InfillRequest
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import BetweenSteps, OtherWeightsError, StoppedError, Work
+from unmask.serving.service import BetweenSteps, OtherWeightsError, OverloadedError, StoppedError, Work
 
 CONFIG = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 LM = tiny("phi", "bidirectional")
@@ -135,3 +137,35 @@ def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     [found] = find_lengths(LM, ["abcd<gap>fedcba"], CONFIG, 9, "<gap>")
     for plan in asyncio.run(run()):
         assert plan.work[0].request.ids == found.ids
+
+
+def test_a_full_queue_refuses_before_anything_is_prepared(stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("too early")
+
+    for name in ("encode_prompt", "encode_completion"):
+        monkeypatch.setattr(plans, name, prepare)
+    monkeypatch.setattr(chat, "encode_messages", prepare)
+    message = {"role": "user", "content": "a"}
+    region = "<|code_to_edit|>\na\n<|/code_to_edit|>"
+
+    async def run() -> None:
+        async with scheduling(LM, batch_size=1, queue_size=1) as scheduler:
+            running = scheduler.submit(works(LM, ["abc"]), owner="a")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            waiting = scheduler.submit(works(LM, ["abc"]), owner="a")
+            monkeypatch.setattr(scheduler, "search", prepare)
+            context = Context(scheduler, Limits(), "a")
+            for planning in (
+                plan_infill(context, TEXT),
+                plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),
+                plan_completion(context, CompletionRequest(model="tiny", prompt="abcd")),
+                chat.plan_chat(context, ChatRequest(model="tiny", messages=[message])),
+                chat.plan_edit(context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])),
+            ):
+                with pytest.raises(OverloadedError, match="too many requests wait"):
+                    await planning
+            stalled.release(1000)
+            assert len(await traces(running)) == len(await traces(waiting)) == 1
+
+    asyncio.run(run())

@@ -15,8 +15,8 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -28,7 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
 from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
-from unmask.serving.side_work import SideWork
+from unmask.serving.side_work import Job, SideWork
 from unmask.serving.submission import Entry, Events, Submission
 
 logger = logging.getLogger(__name__)
@@ -40,23 +40,6 @@ ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
-
-
-@dataclass
-class Job:
-    """A function that needs the model."""
-
-    function: Callable[[], Any]
-    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
-    done: Future[Any] = field(default_factory=Future)
-
-    def run(self) -> None:
-        """Call the function, unless whoever wanted it has left."""
-        if self.done.set_running_or_notify_cancel():
-            try:
-                self.done.set_result(self.function())
-            except Exception as error:  # user code: whatever the function raises is for whoever wanted it
-                self.done.set_exception(error)
 
 
 Deliveries = list[tuple[Submission, Event | Exception]]
@@ -155,6 +138,12 @@ class Scheduler:
             self._changed.notify()
         return Events(submission)
 
+    def check_room(self, count: int, owner: str) -> None:
+        """As of `Service`."""
+        with self._changed:
+            self._check_stopping()
+            self._gives_way(count, owner)
+
     def check_version(self, version: str | None) -> None:
         """As of `Service`."""
         if version not in (None, self.version):
@@ -211,16 +200,22 @@ class Scheduler:
 
     def _make_room(self, count: int, owner: str) -> None:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
+        while (last := self._gives_way(count, owner)) is not None:
+            self._withdraw(last)
+            self._deliver([(last, self._overloaded(len(last.work)))])
+
+    def _gives_way(self, count: int, owner: str) -> Submission | None:
+        """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if neither is so."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
-        while (excess := len(self._queue) + count - self.queue_size) > 0:
-            theirs = self._queue.of(self._queue.longest())
-            last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
-            if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
-                raise self._overloaded(excess)
-            self._withdraw(last)
-            self._deliver([(last, self._overloaded(excess))])
+        if (excess := len(self._queue) + count - self.queue_size) <= 0:
+            return None
+        theirs = self._queue.of(self._queue.longest())
+        last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
+        if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
+            raise self._overloaded(excess)
+        return last
 
     def _overloaded(self, excess: int) -> OverloadedError:
         pace = (monotonic() - self._ends[0]) / len(self._ends)

@@ -128,6 +128,11 @@ class Service(Protocol):
         """Raise OtherWeightsError if the weights have another name than this one."""
         ...
 
+    def check_room(self, count: int, owner: str) -> None:
+        """Raise what `submit` would raise for so many sequences of an owner, before they are prepared: OverloadedError, GenerationError for
+        more than may wait at all, or StoppedError."""
+        ...
+
     def submit(
         self,
         work: Sequence[Work],

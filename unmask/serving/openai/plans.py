@@ -89,7 +89,7 @@ class Plan:
 async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> Plan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
-    check_answers(len(prompts), body, context.limits)
+    check_answers(context, len(prompts), body)
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
     config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
@@ -101,7 +101,6 @@ async def plan_prompts(
     context: Context, body: ChatRequest | CompletionRequest | EditRequest | FimRequest, encoded: list[list[int]], config: SamplerConfig
 ) -> Plan:
     """Completions of token ids."""
-    check_answers(len(encoded), body, context.limits)
     check_length(context.lm, max(map(len, encoded)) + config.max_new_tokens, context.limits)
     repeated = _repeated(encoded, body)
     make = partial(make_requests, context.lm, repeated, config, body.diffusion.keys)
@@ -117,7 +116,7 @@ async def plan_prompts(
 
 async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     """A text with its gaps filled."""
-    check_answers(1, body, context.limits)
+    check_answers(context, 1, body)
     config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
     parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
     ids, version = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
@@ -229,12 +228,14 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
     return prompt  # type: ignore[return-value]
 
 
-def check_answers(prompts: int, body: SamplingRequest, limits: Limits) -> None:
-    """Raise GenerationError for more answers than a request may ask for, before anything is encoded."""
+def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None:
+    """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they have no place in the queue: before
+    anything is encoded, compiled or searched."""
     if not prompts:
         raise GenerationError("there is none", where="prompt", remedy="Give one")
-    check_limit(body.n, limits.n, "n")
-    check_limit(prompts * body.n, limits.sequences, "prompt")
+    check_limit(body.n, context.limits.n, "n")
+    check_limit(prompts * body.n, context.limits.sequences, "prompt")
+    context.service.check_room(prompts * body.n, context.owner)
 
 
 def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
