@@ -1,7 +1,7 @@
 """The engine of a server: one thread owns it, and the event loop hands it sequences and gets their frames back.
 
 Sequences wait in a bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has left. New weights
-enter between steps as well, once no submission has begun that is not finished: every answer is of one model.
+enter between steps as well, once all that has begun on the old ones, or was prepared with them, is finished: every answer is of one model.
 
 A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do not depend on company.
 """
@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
 from time import monotonic, perf_counter
@@ -27,9 +27,19 @@ from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.service import (
+    BetweenSteps,
+    Event,
+    OtherWeightsError,
+    OverloadedError,
+    ReplacedError,
+    Result,
+    ServiceError,
+    StoppedError,
+    Work,
+)
 from unmask.serving.side_work import Job, SideWork
-from unmask.serving.submission import Entry, Events, Submission
+from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
 logger = logging.getLogger(__name__)
 RECENT = 64
@@ -40,9 +50,6 @@ ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
-
-
-Deliveries = list[tuple[Submission, Event | Exception]]
 
 
 class Scheduler:
@@ -73,6 +80,7 @@ class Scheduler:
     ):
         self.lm, self.name, self.queue_size, self.deterministic = lm, name, queue_size, deterministic
         self.version: str | None = None
+        self.weights = 0
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
         self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
@@ -122,6 +130,7 @@ class Scheduler:
         timeout: float | None = None,
         since: float | None = None,
         version: str | None = None,
+        weights: int | None = None,
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
         self.check_version(version)
@@ -129,8 +138,10 @@ class Scheduler:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
+            if weights is not None and (weights != self.weights or any(job.exclusive for job in self._jobs)):
+                raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
-            submission = Submission(work, version, timeout, since, self._forget)
+            submission = Submission(work, version, timeout, since, self._forget, prepared=weights is not None)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
@@ -176,8 +187,8 @@ class Scheduler:
         return await self._do(Job(function, exclusive=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engine's thread once the submissions that have begun are finished. Those that wait get the new weights, unless
-        they name others. Raises what `load` raises; the weights then keep their name."""
+        """Call `load` in the engine's thread once the submissions that have begun, or were prepared with the old weights, are finished. The
+        others get the new weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
 
         def replace() -> None:
             load()
@@ -285,14 +296,15 @@ class Scheduler:
     def _do_job(self) -> None:
         """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
-            busy = self._running or self._again or any(entry.submission.begun for entry in self._queue)
+            busy = self._running or self._again or any(entry.submission.keeps_weights for entry in self._queue)
             if not self._jobs or (self._jobs[0].exclusive and busy):
                 return
             job = self._jobs.popleft()
+            self.weights += job.exclusive
         job.run()
 
     def _admit(self) -> None:
-        """Give the engine as many sequences as may run; while a job waits to be alone, only those of submissions that have begun."""
+        """Give the engine as many sequences as may run; while a job waits to be alone, only those that have to come before it."""
         while len(self._running) < self._engine.batch_size and (entry := self._next()):
             try:
                 self.check_version(entry.submission.version)
@@ -311,7 +323,7 @@ class Scheduler:
             return self._again.popleft() if not self._running else None
         with self._changed:
             exclusive = bool(self._jobs and self._jobs[0].exclusive)
-            entry = self._queue.pop(lambda entry: entry.submission.begun or not exclusive)
+            entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or not exclusive)
             if entry is not None:
                 entry.submission.begun = True
             return entry
@@ -371,7 +383,7 @@ class Scheduler:
         for loop in {submission.loop for submission, _ in deliveries}:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
-                loop.call_soon_threadsafe(_hand_over, theirs)
+                loop.call_soon_threadsafe(hand_over, theirs)
 
 
 def _ending() -> StoppedError:
@@ -380,9 +392,3 @@ def _ending() -> StoppedError:
 
 def _failure() -> ServiceError:
     return ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
-
-
-def _hand_over(deliveries: Iterable[tuple[Submission, Event | Exception]]) -> None:
-    """In the event loop's thread."""
-    for submission, found in deliveries:
-        submission.add(found) if isinstance(found, Event) else submission.fail(found)

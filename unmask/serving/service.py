@@ -52,6 +52,12 @@ class OtherWeightsError(ServiceError):
     status = 409
 
 
+class ReplacedError(ServiceError):
+    """The weights with which a request was prepared have been replaced, or are about to be: it has to be prepared again."""
+
+    status = 409
+
+
 class TimeLimitError(ServiceError):
     """A request was not finished in its time, waiting included."""
 
@@ -118,11 +124,13 @@ class Service(Protocol):
     Attributes:
         name: of the model, as clients give it.
         version: of its weights, as a client named them; None: the first ones.
+        weights: how often they have been replaced.
     """
 
     lm: DiffusionLM
     name: str
     version: str | None
+    weights: int
 
     def check_version(self, version: str | None) -> None:
         """Raise OtherWeightsError if the weights have another name than this one."""
@@ -142,6 +150,7 @@ class Service(Protocol):
         timeout: float | None = None,
         since: float | None = None,
         version: str | None = None,
+        weights: int | None = None,
     ) -> Events:
         """Generate sequences.
 
@@ -151,10 +160,13 @@ class Service(Protocol):
             timeout: seconds, waiting included.
             since: when they began, by the clock of the event loop; None: now.
             version: the weights to sample from; None: any.
+            weights: those with which the work was prepared, by the number of replacements before them. They are kept until it is finished.
+                None: any.
 
         Raises:
             OverloadedError: the queue is full (429).
             OtherWeightsError: the weights have another name (409).
+            ReplacedError: the work was prepared with other weights, or new ones wait to be loaded.
             GenerationError: the model cannot do what is asked (400).
             TimeLimitError: the time is over (504).
             StoppedError: the server is ending (503).

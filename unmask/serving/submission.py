@@ -23,6 +23,7 @@ class Submission:
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
         dropped: the sequences for which nobody waits any more, which are then dropped as well.
         begun: whether a sequence of it has run. The others then run on the same weights.
+        prepared: whether it was prepared with the weights that there are, on which it then runs.
     """
 
     def __init__(
@@ -32,10 +33,13 @@ class Submission:
         timeout: float | None,
         since: float | None,
         on_drop: Callable[[Submission], None],
+        *,
+        prepared: bool = False,
     ):
         self.work, self.version, self.started = work, version, monotonic()
         self.loop = asyncio.get_running_loop()
         self.closed = self.begun = False
+        self.prepared = prepared
         self.dropped: frozenset[int] = frozenset()
         self._ended: set[int] = set()  # those whose last event has arrived
         self._on_drop = on_drop
@@ -60,6 +64,11 @@ class Submission:
     def _finished(self) -> bool:
         """Whether no further event comes."""
         return len(self._ended | self.dropped) == len(self.work)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether new weights wait until it is finished."""
+        return self.begun or self.prepared
 
     def wants(self, index: int) -> bool:
         """Whether somebody waits for a sequence."""
@@ -103,6 +112,15 @@ class Submission:
 
     def _expire(self, timeout: float) -> None:
         self.fail(time_limit_error(timeout))
+
+
+Deliveries = list[tuple[Submission, Event | Exception]]
+
+
+def hand_over(deliveries: Deliveries) -> None:
+    """Give events and errors to their submissions, in the event loop's thread."""
+    for submission, found in deliveries:
+        submission.add(found) if isinstance(found, Event) else submission.fail(found)
 
 
 @dataclass(eq=False)
