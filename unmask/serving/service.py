@@ -10,6 +10,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
 from unmask.generation.output import Trace
+from unmask.generation.remote.protocol import OTHER_WEIGHTS
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -49,13 +50,13 @@ class OverloadedError(ServiceError):
 class OtherWeightsError(ServiceError):
     """A request names weights that the server does not hold."""
 
-    status = 409
+    status = OTHER_WEIGHTS
 
 
 class ReplacedError(ServiceError):
     """The weights with which a request was prepared have been replaced, or are about to be: it has to be prepared again."""
 
-    status = 409
+    status = OTHER_WEIGHTS
 
 
 class TimeLimitError(ServiceError):

@@ -22,6 +22,7 @@ class Submission:
     Attributes:
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
         dropped: the sequences for which nobody waits any more, which are then dropped as well.
+        started: when its request came, by `time.monotonic`.
         begun: whether a sequence of it has run. The others then run on the same weights.
         prepared: whether it was prepared with the weights that there are, on which it then runs.
     """
@@ -36,7 +37,7 @@ class Submission:
         *,
         prepared: bool = False,
     ):
-        self.work, self.version, self.started = work, version, monotonic()
+        self.work, self.version = work, version
         self.loop = asyncio.get_running_loop()
         self.closed = self.begun = False
         self.prepared = prepared
@@ -46,8 +47,10 @@ class Submission:
         self._arrived: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._error: Exception | None = None
-        begun = self.loop.time() if since is None else since
-        self._timer = None if timeout is None else self.loop.call_at(begun + timeout, self._expire, timeout)
+        now = self.loop.time()
+        since = now if since is None else since
+        self.started = monotonic() - (now - since)
+        self._timer = None if timeout is None else self.loop.call_at(since + timeout, self._expire, timeout)
 
     def add(self, event: Event) -> None:
         """An event has arrived."""
@@ -161,15 +164,15 @@ class Events(AsyncIterator[Event]):
         return event
 
     async def ready(self) -> None:
-        """Wait for the next event, or the end. Raises the error with which it ended."""
+        """As of `service.Events`."""
         await self._submission.ready()
 
     def drop(self, index: int) -> None:
-        """Drop a sequence, of which no event follows."""
+        """As of `service.Events`."""
         self._submission.drop(index)
 
     async def aclose(self) -> None:
-        """Drop the sequences."""
+        """As of `service.Events`."""
         self._submission.close()
 
     def __del__(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from functools import cache
 
 import pytest
@@ -138,6 +139,21 @@ def test_the_most_probable_tokens_when_each_was_revealed(stop, service):
         assert len(each["top_logprobs"]) == 2 and {name: each[name] for name in ("token", "logprob", "bytes")} == each["top_logprobs"][0]
     last = stream(scheduler, "chat/completions", **asked)[-1]["choices"][0]
     assert last["finish_reason"] == "length" and last["logprobs"]["content"] == content
+
+
+def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(service, monkeypatch):
+    scheduler, threads = service(), []
+    tokenizer, ids = scheduler.lm.tokenizer, model().tokenizer("def f", add_special_tokens=False)["input_ids"]
+    decode = tokenizer.decode
+
+    def seen(tokens, **options):
+        threads.extend([threading.current_thread()] * (list(tokens) == ids))
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", seen)
+    choices = answer(scheduler, "completions", prompt=[ids, ids[:2]], echo=True, n=2, max_tokens=3)["choices"]
+    assert [choice["text"][:2] for choice in choices] == ["de"] * 4 and choices[1]["text"].startswith("def f")
+    assert threads and threading.main_thread() not in threads
 
 
 def test_biases_forbid_and_allow_tokens(service):

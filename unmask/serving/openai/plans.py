@@ -107,11 +107,15 @@ async def plan_prompts(
     requests = await context.make(make, compiles=config.constraint is not None)
     echoes = [""] * len(requests)
     if isinstance(body, CompletionRequest) and body.echo:
-        texts = _prompts(body.prompt)
-        shown = [text if isinstance(text, str) else str(context.lm.tokenizer.decode(text)) for text in texts]
-        echoes = [text for text in shown for _ in range(body.n)]
+        echoes = await asyncio.to_thread(_echoes, context.lm, body)
     regions = [Region(request.start, request.length, echo) for request, echo in zip(requests, echoes, strict=True)]
     return _plan(body, requests, config, regions, sum(map(len, encoded)))
+
+
+def _echoes(lm: DiffusionLM, body: CompletionRequest) -> list[str]:
+    """The prompt of each answer, as text."""
+    shown = [text if isinstance(text, str) else str(lm.tokenizer.decode(text)) for text in _prompts(body.prompt)]
+    return [text for text in shown for _ in range(body.n)]
 
 
 async def plan_infill(context: Context, body: InfillRequest) -> Plan:
@@ -154,8 +158,8 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
 async def _with_lengths(
     context: Context, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str
 ) -> tuple[list[int], int | None]:
-    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the weights that found
-    it, None: any."""
+    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the weights that
+    found it, None: any."""
     if len(parts) == 1:
         check_length(context.lm, len(parts[0]), context.limits)
         return parts[0], None

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from unmask.generation.remote.protocol import model_facts
+from unmask.generation.remote.protocol import OTHER_WEIGHTS, model_facts
 from unmask.serving.errors import ErrorAnswer, OpenAIRoute
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
@@ -29,8 +29,9 @@ from unmask.serving.service import Events, ReplacedError, Service, time_limit_er
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
-STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model", 409: "The weights have another name"}
-STATUSES |= {429: "Too many requests wait", 503: "The server is ending", 504: "The time is over", "default": "Any other error"}
+STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model"}
+STATUSES |= {OTHER_WEIGHTS: "The weights have another name", 429: "Too many requests wait", 503: "The server is ending"}
+STATUSES |= {504: "The time is over", "default": "Any other error"}
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
 Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
