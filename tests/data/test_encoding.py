@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import string
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
 from unmask.data.encoding import (
+    encode_completion,
     encode_example,
     encode_pair,
     encode_preference,
@@ -100,6 +103,39 @@ def test_an_answer_continues_the_prompt(prompt, answer):
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
     prompt_ids, completion_ids = encode_pair(tokenizer, prompt, answer)
     assert [*prompt_ids, *completion_ids[:-1]] == tokenizer(prompt + answer)["input_ids"]
+
+
+def _masking(tokenizer, **how: bool):
+    """The tokenizer with a mask token."""
+    masking = copy.deepcopy(tokenizer)
+    masking.add_special_tokens({"mask_token": AddedToken("<mask>", special=True, **how)})
+    return masking
+
+
+MASKING = {scheme: _masking(tokenizer) for scheme, tokenizer in SPACED.items()}
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+@given(parts=st.lists(words.map(lambda text: text.replace("\n", " ")), min_size=1, max_size=5))
+def test_text_after_a_mask_token_continues_the_text(scheme, parts):
+    """As a string, as a continuation, and in a message, after which the template goes on."""
+    tokenizer = MASKING[scheme]
+    keep, mask = [tokenizer.mask_token], tokenizer.mask_token_id
+    after = [[mask, *encode_completion(tokenizer, "a", part)] for part in parts[1:]]
+    text = "<mask>".join(parts)
+    assert encode_prompt(tokenizer, text, keep) == [*encode_prompt(tokenizer, parts[0]), *itertools.chain(*after)]
+    continuing = [*encode_completion(tokenizer, "a", parts[0]), *itertools.chain(*after)]
+    assert encode_completion(tokenizer, "a", text, keep) == continuing
+    asked = encode_prompt(tokenizer, [_turn("user", text)], keep)
+    written = "".join(tokenizer.convert_ids_to_tokens(asked)).replace("\u2581", " ")
+    assert written.removeprefix("<s>").lstrip() == f"[user]{text}[assistant]"
+
+
+def test_a_mask_token_that_takes_the_space_beside_it_still_does():
+    """As that of XLM-RoBERTa, which stands for a word with the space before it."""
+    tokenizer = _masking(SPACED["always"], lstrip=True)
+    ids = encode_prompt(tokenizer, "then  <mask> then", ["<mask>"])
+    assert ids == [*encode_prompt(tokenizer, "then"), tokenizer.mask_token_id, *encode_completion(tokenizer, "a", " then")]
 
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])

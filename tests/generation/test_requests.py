@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import CONTEXT, every_pattern, tiny
+from tests.helpers import shared_path
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
@@ -266,3 +270,22 @@ def test_special_tokens_in_prompts_and_texts_are_text_except_the_mask_to_fill():
     finally:
         lm.tokenizer.parse_special_tokens = False
     assert asked.prompt[-1] == lm.tokenizer.eos_token_id
+
+
+@cache
+def _stories() -> DiffusionLM:
+    """A model with a SentencePiece tokenizer, which writes a space before a text."""
+    return load(shared_path("models", "stories260K"), attention="bidirectional", logit_shift=False)
+
+
+@given(words=st.lists(st.text("aeinorstyAT,.", min_size=1, max_size=8), min_size=1, max_size=9), data=st.data())
+def test_masks_in_a_text_stand_for_its_tokens(words, data):
+    """Wherever they are: also within words, where no space follows."""
+    lm = _stories()
+    bos, *whole = lm.tokenizer(" ".join(words))["input_ids"]
+    masked = data.draw(st.sets(st.integers(0, len(whole) - 1), min_size=1))
+    assume(whole[0] != lm.tokenizer.convert_tokens_to_ids("\u2581") or 1 not in masked)  # a space that the tokenizer writes before nothing
+    pieces = [piece.replace("\u2581", " ") for piece in lm.tokenizer.convert_ids_to_tokens(whole)]
+    text = "".join(lm.tokenizer.mask_token if at in masked else piece for at, piece in enumerate(pieces))
+    [request] = make_infill_requests(lm, [text.removeprefix(" ")], SamplerConfig())  # the tokenizer writes the first space
+    assert request.ids == [bos, *(lm.mask_token_id if at in masked else token for at, token in enumerate(whole))]

@@ -239,3 +239,16 @@ def test_an_idle_engine_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(waits) == before and time.thread_time() - began < 0.1
 
     asyncio.run(run())
+
+
+def test_the_time_to_the_first_frame_counts_from_the_request() -> None:
+    """Not from when its prompt has been encoded, and its constraint compiled."""
+    lm = tiny()
+
+    async def run() -> float:
+        async with scheduling(lm) as scheduler:
+            since = asyncio.get_running_loop().time() - 100
+            await collect(scheduler.submit(works(lm, ["abc"], frames=True), owner="a", since=since))
+            return scheduler.metrics.registry.get_sample_value("unmask_first_frame_seconds_sum") or 0.0
+
+    assert 100 <= asyncio.run(run()) < 200

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import pytest
 import unmask
 from tests.generation.tiny_models import tiny
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
+from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.output import Trace
+from unmask.generation.requests import make_infill_requests
 from unmask.serving.scheduler import MOST_FAILURES, Scheduler
 from unmask.serving.service import ServiceError, StoppedError, TimeLimitError, Work
 
@@ -220,3 +223,24 @@ def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
 
     asyncio.run(leave())
     assert outline(asyncio.run(ask())) == outline(unmask.generate(scheduler.lm, ["abc"], CONFIG, [0]).trace or [])
+
+
+def test_nothing_keeps_a_request_that_has_ended() -> None:
+    """Nor what was computed for its constraint, which takes a state's byte for each of its tokens."""
+    pytest.importorskip("outlines_core")
+    lm = tiny(attention="bidirectional")
+    config = SamplerConfig(constraint=ConstraintConfig(regex="a[a-f]*", over="text"))
+
+    async def run() -> list[weakref.ref[Any]]:
+        async with scheduling(lm) as scheduler:
+            requests = make_infill_requests(lm, [f"a{lm.tokenizer.mask_token}b{lm.tokenizer.mask_token}"] * 2, config)
+            found = [weakref.ref(gap) for request in requests for gap in request.gaps]
+            events = scheduler.submit([Work(request, config, frames=True) for request in requests], owner="a")
+            del requests
+            await collect(events)
+            del events
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 0)
+            await scheduler.between_steps(gc.collect)
+            return [each for each in found if each() is not None]
+
+    assert asyncio.run(run()) == []

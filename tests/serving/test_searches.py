@@ -9,19 +9,26 @@ from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
+import torch
 
+import unmask
 from tests.generation.tiny_models import tiny
-from tests.serving.scheduling import scheduling, until
+from tests.serving.models import make_model
+from tests.serving.openai.asking import answer
+from tests.serving.scheduling import collect, scheduling, traces, until, works
+from tests.serving.servers import running
 from unmask.config.run import SamplerConfig
 from unmask.generation import gap_lengths
 from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
 from unmask.serving.limits import Limits
+from unmask.serving.openai import chat, plans, routes
+from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
-from unmask.serving.openai.requests import CompletionRequest, InfillRequest
+from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.service import BetweenSteps, OtherWeightsError, StoppedError, Work
+from unmask.serving.service import BetweenSteps, OverloadedError, ReplacedError, StoppedError, Work
 
 CONFIG = SamplerConfig(max_new_tokens=30, stop_at_eos=False)
 LM = tiny("phi", "bidirectional")
@@ -114,12 +121,61 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
 
             monkeypatch.setattr(scheduler, "search", searching)
             plan = await plan_infill(Context(scheduler, Limits(), "a"), TEXT)
-            assert plan.version == "new" and searches == 2
+            assert plan.weights == 1 and searches == 2
             await scheduler.replace_weights(lambda: None, "newest")
-            with pytest.raises(OtherWeightsError):
-                scheduler.submit(plan.work, owner="a", version=plan.version)
+            with pytest.raises(ReplacedError):
+                scheduler.submit(plan.work, owner="a", weights=plan.weights)
 
     asyncio.run(run())
+
+
+def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semaphore) -> None:
+    """Though they had no name, and others were sent before a slot was free; what needs none of them gets the new ones."""
+
+    async def run() -> None:
+        async with scheduling(LM, batch_size=1) as scheduler:
+            plan = await plan_infill(Context(scheduler, Limits(), "a"), TEXT)
+            others = scheduler.submit(works(LM, ["abc"]), owner="a")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            waiting = scheduler.submit(works(LM, ["abc"]), owner="b")
+            filling = scheduler.submit(plan.work, owner="a", weights=plan.weights)
+            loading = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+            await asyncio.sleep(0)
+            with pytest.raises(ReplacedError):  # what is prepared now would hold them up
+                scheduler.submit(plan.work, owner="a", weights=plan.weights)
+            stalled.release(1000)
+            assert {event.version for event in await collect(filling)} == {None}
+            await loading
+            assert {event.version for event in await collect(others)} == {None}
+            assert {event.version for event in await collect(waiting)} == {"new"}
+
+    asyncio.run(run())
+
+
+def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = make_model()
+    text = "def add(<gap>return a + b"
+
+    def load() -> None:
+        with torch.no_grad():
+            for weight in lm.model.parameters():
+                weight += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3), dtype=weight.dtype)
+
+    with running(lm) as scheduler:
+        infill, versions = routes.plan_infill, list[str | None]()
+
+        async def planned(context: Context, body: InfillRequest) -> plans.Plan:
+            plan = await infill(context, body)
+            versions.append(scheduler.version)
+            if len(versions) == 1:
+                await scheduler.replace_weights(load, "new")
+            return plan
+
+        monkeypatch.setattr(routes, "plan_infill", planned)
+        found = answer(scheduler, "infill", text=text, max_gap=8, seed=1)
+    assert versions == [None, "new"] and found["diffusion"]["version"] == "new"
+    config = SamplerConfig(seed=1)
+    assert found["choices"][0]["text"] == unmask.infill(lm, [text], config, length="search", max_gap=8).texts[0]
 
 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
@@ -135,3 +191,35 @@ def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     [found] = find_lengths(LM, ["abcd<gap>fedcba"], CONFIG, 9, "<gap>")
     for plan in asyncio.run(run()):
         assert plan.work[0].request.ids == found.ids
+
+
+def test_a_full_queue_refuses_before_anything_is_prepared(stalled: threading.Semaphore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prepare(*_: Any, **__: Any) -> Any:
+        raise AssertionError("too early")
+
+    for name in ("encode_prompt", "encode_completion"):
+        monkeypatch.setattr(plans, name, prepare)
+    monkeypatch.setattr(chat, "encode_messages", prepare)
+    message = {"role": "user", "content": "a"}
+    region = "<|code_to_edit|>\na\n<|/code_to_edit|>"
+
+    async def run() -> None:
+        async with scheduling(LM, batch_size=1, queue_size=1) as scheduler:
+            first = scheduler.submit(works(LM, ["abc"]), owner="a")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            waiting = scheduler.submit(works(LM, ["abc"]), owner="a")
+            monkeypatch.setattr(scheduler, "search", prepare)
+            context = Context(scheduler, Limits(), "a")
+            for planning in (
+                plan_infill(context, TEXT),
+                plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),
+                plan_completion(context, CompletionRequest(model="tiny", prompt="abcd")),
+                chat.plan_chat(context, ChatRequest(model="tiny", messages=[message])),
+                chat.plan_edit(context, EditRequest(model="tiny", messages=[{"role": "user", "content": region}])),
+            ):
+                with pytest.raises(OverloadedError, match="too many requests wait"):
+                    await planning
+            stalled.release(1000)
+            assert len(await traces(first)) == len(await traces(waiting)) == 1
+
+    asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 import unmask
 from tests.generation.tiny_models import tiny
 from tests.serving.servers import ADMIN, http_get, http_post, served
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
+from unmask.serving import weights
 from unmask.serving.app import AppSettings
 
 Post = Callable[..., httpx.Response]
@@ -125,11 +127,11 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
     tiny(attention="block_causal", block_size=3, layers=1).save(root / "layers")
     tiny("gpt2", attention="block_causal", block_size=3).save(root / "family")
     lm.save(root / "torn")
-    [weights] = (root / "torn").glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-100])
+    [file] = (root / "torn").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-100])
     lm.save(root / "pickled")
-    [weights] = (root / "pickled").glob("*.safetensors")
-    weights.unlink()
+    [file] = (root / "pickled").glob("*.safetensors")
+    file.unlink()
     torch.save(lm.model.state_dict(), root / "pickled" / "pytorch_model.bin")
     (root / "empty").mkdir()
     refused = {
@@ -152,3 +154,71 @@ def test_other_bodies_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
     with served(lm, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
         statuses = [http_post(f"{url}/v1/weights", json=body, headers=ADMIN).status_code for body in bodies]
     assert statuses == [400] * len(bodies)
+
+
+def test_a_folder_that_changes_while_it_is_read_is_refused(post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any) -> None:
+    """What was checked is what is loaded, though somebody swaps files and swaps them back."""
+    before, new, outside = fingerprint(lm.model), tmp_path / "weights" / "new", tmp_path / "outside"
+    lm.save(new)
+    other_weights(lm).save(outside)
+    file, other = (folder / "model.safetensors" for folder in (new, outside))
+    own, load = file.read_bytes(), weights.load
+
+    def replaced(*given: Any, **options: Any) -> DiffusionLM:
+        shutil.copy(other, new / "copy")
+        (new / "copy").rename(file)
+        return load(*given, **options)
+
+    def linked(*given: Any, **options: Any) -> DiffusionLM:
+        file.rename(new / "kept")
+        file.symlink_to(other)
+        loaded = load(*given, **options)
+        (new / "kept").rename(file)
+        return loaded
+
+    def written(*given: Any, **options: Any) -> DiffusionLM:
+        loaded = load(*given, **options)
+        file.write_bytes(other.read_bytes())
+        return loaded
+
+    def moved(*given: Any, **options: Any) -> DiffusionLM:
+        new.rename(tmp_path / "elsewhere")
+        new.symlink_to(outside)
+        loaded = load(*given, **options)
+        new.unlink()
+        (tmp_path / "elsewhere").rename(new)
+        return loaded
+
+    for swap in (replaced, linked, written, moved):
+        file.write_bytes(own)
+        monkeypatch.setattr(weights, "load", swap)
+        answer = post("new")
+        assert answer.status_code == 400 and "its files changed while they were read" in message(answer), (swap, answer.text)
+        assert fingerprint(lm.model) == before
+    monkeypatch.setattr(weights, "load", load)
+    assert post("new").status_code == 200
+
+
+def test_files_that_change_after_they_were_read_change_nothing(post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any) -> None:
+    new, look, looks = other_weights(lm), weights._files, list[int]()
+    new.save(tmp_path / "weights" / "new")
+
+    def then_write(*given: Any) -> Any:
+        found = look(*given)
+        looks.append(len(found))
+        if len(looks) == 2:
+            lm.save(tmp_path / "old")
+            (tmp_path / "weights" / "new" / "model.safetensors").write_bytes((tmp_path / "old" / "model.safetensors").read_bytes())
+        return found
+
+    monkeypatch.setattr(weights, "_files", then_write)
+    assert post("new").status_code == 200 and len(looks) == 2
+    assert fingerprint(lm.model) == fingerprint(new.model)
+
+
+def test_what_waits_to_be_loaded_is_checked_when_it_is(lm: DiffusionLM, tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    other_weights(lm).save(tmp_path / "outside")
+    (tmp_path / "weights" / "new").symlink_to(tmp_path / "outside")
+    with pytest.raises(ModelError, match="no folder from which weights may be read"):
+        weights.load_weights(lm, tmp_path / "weights" / "new", [tmp_path / "weights"])

@@ -19,6 +19,7 @@ template writes are tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -50,12 +51,12 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = ()) -> list[int]:
     """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged). The special tokens in `keep` are
-    tokens also in users' texts."""
+    tokens also in users' texts, and what follows one continues the text."""
     if isinstance(prompt, str):
-        ids, bos = encode(tokenizer, as_text(tokenizer, prompt, keep)), [tokenizer.bos_token_id]
+        ids, bos = _encode_marked(tokenizer, as_text(tokenizer, prompt, keep), keep), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if _is_messages(prompt):
-        return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)))
+        return _encode_marked(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)), keep)
     if is_ids(prompt):
         return list(prompt)
     remedy = "Give a string, messages, or a list of token ids."
@@ -72,17 +73,38 @@ def encode_messages(
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
     """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text; `keep` as in
     `encode_prompt`."""
-    return _continuation(tokenizer, prompt, as_text(tokenizer, text, keep))
+    return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=bool(prompt))
 
 
-def _continuation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
-    """As `encode_completion`, for a text that `as_text` has marked."""
-    ids, newline = encode(tokenizer, text), encode(tokenizer, "\n")
-    if prompt and encode(tokenizer, "\na") != newline + encode(tokenizer, "a"):  # the tokenizer adds the space
-        after_newline = encode(tokenizer, "\n" + text)
-        if after_newline[: len(newline)] == newline:
-            return after_newline[len(newline) :]
+def _encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, keep: Collection[str | None], *, continues: bool = False) -> list[int]:
+    """The ids of a text that `as_text` has marked. A tokenizer that adds a space before a text adds it after special tokens, too: none is
+    added after those in `keep`, nor before a text that continues another one."""
+    if not (keep or continues) or not _adds_space(tokenizer):
+        return encode(tokenizer, text)
+    names = "|".join(_pattern(tokenizer, name) for name in keep if name)
+    first, *others = re.split(f"({names})", text) if names else [text]
+    ids = _continuation(tokenizer, first) if continues else encode(tokenizer, first)
+    for name, part in zip(others[::2], others[1::2], strict=True):
+        ids.append(tokenizer.convert_tokens_to_ids(name.strip()))
+        ids += _continuation(tokenizer, part) if part else []
     return ids
+
+
+def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
+    """Matches a special token, with the white space beside it that the tokenizer drops."""
+    token = tokenizer.added_tokens_decoder[tokenizer.convert_tokens_to_ids(name)]
+    return r"\s*" * token.lstrip + re.escape(name) + r"\s*" * token.rstrip
+
+
+def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the tokenizer adds a space before a text, as SentencePiece does."""
+    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + encode(tokenizer, "a")
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """The ids of a text without the space that the tokenizer adds: encoded after a line break, whose ids are dropped."""
+    newline, after_newline = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
+    return after_newline[len(newline) :] if after_newline[: len(newline)] == newline else encode(tokenizer, text)
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
@@ -105,7 +127,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     start = _prompt_text(tokenizer, asked)
     whole = render_template(tokenizer, [*asked, *completion])
     _require_prefix(start, whole, prompt)
-    return encode(tokenizer, start), _finish(tokenizer, _continuation(tokenizer, start, whole[len(start) :]), ends)
+    return encode(tokenizer, start), _finish(tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends)
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import hashlib
 import hmac
-import json
 import logging
 from collections.abc import Collection, Sequence
 from urllib.parse import SplitResult, urlsplit
@@ -15,7 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from unmask.redaction import shown
-from unmask.serving.errors import error_body
+from unmask.serving.errors import error_response
 from unmask.serving.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -68,9 +67,11 @@ class SameOrigin:
             headers = Headers(scope=scope)
             host, origin = headers.get("host", ""), headers.get("origin")
             if self.loopback and _split(f"//{host}").hostname not in LOOPBACK:
-                return await refuse(send, 403, "this server answers only to the names of this machine. Start it with an API key for others")
+                what = "this server answers only to the names of this machine. Start it with an API key for others"
+                return await error_response(what, 403)(scope, receive, send)
             if origin is not None and origin not in self.allowed and _split(origin).netloc != host:
-                return await refuse(send, 403, "a page of another site may not use this server. Name its origin with --allow-origin")
+                what = "a page of another site may not use this server. Name its origin with --allow-origin"
+                return await error_response(what, 403)(scope, receive, send)
         await self.app(scope, receive, send)
 
 
@@ -91,7 +92,8 @@ class ApiKeys:
             matches = [keys_match(given, key) for key in self.keys]  # all are compared, whichever it is
             if not any(matches):
                 challenge = "Bearer" if scope["path"].startswith("/v1") else 'Basic realm="unmask"'
-                return await refuse(send, 401, "the API key is wrong or missing", "invalid_api_key", {"WWW-Authenticate": challenge})
+                what, fields = "the API key is wrong or missing", {"WWW-Authenticate": challenge}
+                return await error_response(what, 401, code="invalid_api_key", **fields)(scope, receive, send)
             if len(self.keys) > 1:
                 scope.setdefault("state", {})["owner"] = f"key {matches.index(True)}"
         await self.app(scope, receive, send)
@@ -116,10 +118,10 @@ class BodyLimits:
                 body = await self._read(scope, receive)
         except TimeoutError:
             what = f"the body did not arrive within {self.limits.body_seconds:g} seconds"
-            return await refuse(send, 408, what, headers=CLOSE)
+            return await error_response(what, 408, **CLOSE)(scope, receive, send)
         except BodyTooLargeError:
             what = f"the body has more than {self.limits.body_bytes:,} bytes"
-            return await refuse(send, 413, what, headers=CLOSE)
+            return await error_response(what, 413, **CLOSE)(scope, receive, send)
         if body is None:
             return
         if self.log:
@@ -152,15 +154,6 @@ class BodyLimits:
 
 class BodyTooLargeError(Exception):
     """A body that is not read to its end."""
-
-
-async def refuse(send: Send, status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None) -> None:
-    """Answer with an error in OpenAI's shape."""
-    body = json.dumps(error_body(message, status, code=code)).encode()
-    fields = {"Content-Type": "application/json", "Content-Length": str(len(body))} | (headers or {})
-    raw = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
 
 
 def given_key(authorization: str) -> str:

@@ -1,7 +1,7 @@
 """The engine of a server: one thread owns it, and the event loop hands it sequences and gets their frames back.
 
 Sequences wait in a bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has left. New weights
-enter between steps as well, once no submission has begun that is not finished: every answer is of one model.
+enter between steps as well, once all that has begun on the old ones, or was prepared with them, is finished: every answer is of one model.
 
 A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do not depend on company.
 """
@@ -14,9 +14,9 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import replace
 from time import monotonic, perf_counter
 from typing import Any
 
@@ -27,9 +27,19 @@ from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import BetweenSteps, Event, OtherWeightsError, OverloadedError, Result, ServiceError, StoppedError, Work
-from unmask.serving.side_work import SideWork
-from unmask.serving.submission import Entry, Events, Submission
+from unmask.serving.service import (
+    BetweenSteps,
+    Event,
+    OtherWeightsError,
+    OverloadedError,
+    ReplacedError,
+    Result,
+    ServiceError,
+    StoppedError,
+    Work,
+)
+from unmask.serving.side_work import Job, SideWork
+from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
 logger = logging.getLogger(__name__)
 RECENT = 64
@@ -40,26 +50,6 @@ ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
 MOST_FAILURES = 3
 """Sequences that fail alone, one after the other, before the server counts as broken."""
-
-
-@dataclass
-class Job:
-    """A function that needs the model."""
-
-    function: Callable[[], Any]
-    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
-    done: Future[Any] = field(default_factory=Future)
-
-    def run(self) -> None:
-        """Call the function, unless whoever wanted it has left."""
-        if self.done.set_running_or_notify_cancel():
-            try:
-                self.done.set_result(self.function())
-            except Exception as error:  # user code: whatever the function raises is for whoever wanted it
-                self.done.set_exception(error)
-
-
-Deliveries = list[tuple[Submission, Event | Exception]]
 
 
 class Scheduler:
@@ -90,6 +80,7 @@ class Scheduler:
     ):
         self.lm, self.name, self.queue_size, self.deterministic = lm, name, queue_size, deterministic
         self.version: str | None = None
+        self.weights = 0
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
         self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
@@ -139,6 +130,7 @@ class Scheduler:
         timeout: float | None = None,
         since: float | None = None,
         version: str | None = None,
+        weights: int | None = None,
     ) -> Events:
         """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
         self.check_version(version)
@@ -146,14 +138,22 @@ class Scheduler:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
+            if weights is not None and (weights != self.weights or any(job.exclusive for job in self._jobs)):
+                raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
-            submission = Submission(work, version, timeout, since, self._forget)
+            submission = Submission(work, version, timeout, since, self._forget, prepared=weights is not None)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
             self._open.add(submission)
             self._changed.notify()
         return Events(submission)
+
+    def check_room(self, count: int, owner: str) -> None:
+        """As of `Service`."""
+        with self._changed:
+            self._check_stopping()
+            self._gives_way(count, owner)
 
     def check_version(self, version: str | None) -> None:
         """As of `Service`."""
@@ -187,8 +187,8 @@ class Scheduler:
         return await self._do(Job(function, exclusive=False))
 
     async def replace_weights(self, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engine's thread once the submissions that have begun are finished. Those that wait get the new weights, unless
-        they name others. Raises what `load` raises; the weights then keep their name."""
+        """Call `load` in the engine's thread once the submissions that have begun, or were prepared with the old weights, are finished. The
+        others get the new weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
 
         def replace() -> None:
             load()
@@ -211,16 +211,22 @@ class Scheduler:
 
     def _make_room(self, count: int, owner: str) -> None:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
+        while (last := self._gives_way(count, owner)) is not None:
+            self._withdraw(last)
+            self._deliver([(last, self._overloaded(len(last.work)))])
+
+    def _gives_way(self, count: int, owner: str) -> Submission | None:
+        """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if neither is so."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
-        while (excess := len(self._queue) + count - self.queue_size) > 0:
-            theirs = self._queue.of(self._queue.longest())
-            last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
-            if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
-                raise self._overloaded(excess)
-            self._withdraw(last)
-            self._deliver([(last, self._overloaded(excess))])
+        if (excess := len(self._queue) + count - self.queue_size) <= 0:
+            return None
+        theirs = self._queue.of(self._queue.longest())
+        last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
+        if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
+            raise self._overloaded(excess)
+        return last
 
     def _overloaded(self, excess: int) -> OverloadedError:
         pace = (monotonic() - self._ends[0]) / len(self._ends)
@@ -290,14 +296,15 @@ class Scheduler:
     def _do_job(self) -> None:
         """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
-            busy = self._running or self._again or any(entry.submission.begun for entry in self._queue)
+            busy = self._running or self._again or any(entry.submission.keeps_weights for entry in self._queue)
             if not self._jobs or (self._jobs[0].exclusive and busy):
                 return
             job = self._jobs.popleft()
+            self.weights += job.exclusive
         job.run()
 
     def _admit(self) -> None:
-        """Give the engine as many sequences as may run; while a job waits to be alone, only those of submissions that have begun."""
+        """Give the engine as many sequences as may run; while a job waits to be alone, only those that have to come before it."""
         while len(self._running) < self._engine.batch_size and (entry := self._next()):
             try:
                 self.check_version(entry.submission.version)
@@ -316,7 +323,7 @@ class Scheduler:
             return self._again.popleft() if not self._running else None
         with self._changed:
             exclusive = bool(self._jobs and self._jobs[0].exclusive)
-            entry = self._queue.pop(lambda entry: entry.submission.begun or not exclusive)
+            entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or not exclusive)
             if entry is not None:
                 entry.submission.begun = True
             return entry
@@ -376,7 +383,7 @@ class Scheduler:
         for loop in {submission.loop for submission, _ in deliveries}:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
-                loop.call_soon_threadsafe(_hand_over, theirs)
+                loop.call_soon_threadsafe(hand_over, theirs)
 
 
 def _ending() -> StoppedError:
@@ -385,9 +392,3 @@ def _ending() -> StoppedError:
 
 def _failure() -> ServiceError:
     return ServiceError("the engine failed while this request ran", remedy="Send it again; the server's log has the cause")
-
-
-def _hand_over(deliveries: Iterable[tuple[Submission, Event | Exception]]) -> None:
-    """In the event loop's thread."""
-    for submission, found in deliveries:
-        submission.add(found) if isinstance(found, Event) else submission.fail(found)

@@ -10,6 +10,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
 from unmask.generation.output import Trace
+from unmask.generation.remote.protocol import OTHER_WEIGHTS
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -49,7 +50,13 @@ class OverloadedError(ServiceError):
 class OtherWeightsError(ServiceError):
     """A request names weights that the server does not hold."""
 
-    status = 409
+    status = OTHER_WEIGHTS
+
+
+class ReplacedError(ServiceError):
+    """The weights with which a request was prepared have been replaced, or are about to be: it has to be prepared again."""
+
+    status = OTHER_WEIGHTS
 
 
 class TimeLimitError(ServiceError):
@@ -118,14 +125,21 @@ class Service(Protocol):
     Attributes:
         name: of the model, as clients give it.
         version: of its weights, as a client named them; None: the first ones.
+        weights: how often they have been replaced.
     """
 
     lm: DiffusionLM
     name: str
     version: str | None
+    weights: int
 
     def check_version(self, version: str | None) -> None:
         """Raise OtherWeightsError if the weights have another name than this one."""
+        ...
+
+    def check_room(self, count: int, owner: str) -> None:
+        """Raise what `submit` would raise for so many sequences of an owner, before they are prepared: OverloadedError, GenerationError for
+        more than may wait at all, or StoppedError."""
         ...
 
     def submit(
@@ -137,6 +151,7 @@ class Service(Protocol):
         timeout: float | None = None,
         since: float | None = None,
         version: str | None = None,
+        weights: int | None = None,
     ) -> Events:
         """Generate sequences.
 
@@ -146,10 +161,13 @@ class Service(Protocol):
             timeout: seconds, waiting included.
             since: when they began, by the clock of the event loop; None: now.
             version: the weights to sample from; None: any.
+            weights: those with which the work was prepared, by the number of replacements before them. They are kept until it is finished.
+                None: any.
 
         Raises:
             OverloadedError: the queue is full (429).
             OtherWeightsError: the weights have another name (409).
+            ReplacedError: the work was prepared with other weights, or new ones wait to be loaded.
             GenerationError: the model cannot do what is asked (400).
             TimeLimitError: the time is over (504).
             StoppedError: the server is ending (503).

@@ -1,4 +1,4 @@
-"""Work that takes long, beside the event loop and the engine: in threads of its own."""
+"""Work beside the event loop and the engine's steps: what takes long, in threads of its own; what needs the model, in the engine's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,31 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.service import OverloadedError, Result
 
 RETRY_AFTER = 5  # seconds
+
+
+@dataclass
+class Job:
+    """A function that needs the model."""
+
+    function: Callable[[], Any]
+    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
+    done: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Call the function, unless whoever wanted it has left."""
+        if self.done.set_running_or_notify_cancel():
+            try:
+                self.done.set_result(self.function())
+            except Exception as error:  # user code: whatever the function raises is for whoever wanted it
+                self.done.set_exception(error)
 
 
 @dataclass(eq=False)

@@ -22,7 +22,9 @@ class Submission:
     Attributes:
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
         dropped: the sequences for which nobody waits any more, which are then dropped as well.
+        started: when its request came, by `time.monotonic`.
         begun: whether a sequence of it has run. The others then run on the same weights.
+        prepared: whether it was prepared with the weights that there are, on which it then runs.
     """
 
     def __init__(
@@ -32,18 +34,23 @@ class Submission:
         timeout: float | None,
         since: float | None,
         on_drop: Callable[[Submission], None],
+        *,
+        prepared: bool = False,
     ):
-        self.work, self.version, self.started = work, version, monotonic()
+        self.work, self.version = work, version
         self.loop = asyncio.get_running_loop()
         self.closed = self.begun = False
+        self.prepared = prepared
         self.dropped: frozenset[int] = frozenset()
         self._ended: set[int] = set()  # those whose last event has arrived
         self._on_drop = on_drop
         self._arrived: deque[Event] = deque()
         self._wake = asyncio.Event()
         self._error: Exception | None = None
-        begun = self.loop.time() if since is None else since
-        self._timer = None if timeout is None else self.loop.call_at(begun + timeout, self._expire, timeout)
+        now = self.loop.time()
+        since = now if since is None else since
+        self.started = monotonic() - (now - since)
+        self._timer = None if timeout is None else self.loop.call_at(since + timeout, self._expire, timeout)
 
     def add(self, event: Event) -> None:
         """An event has arrived."""
@@ -60,6 +67,11 @@ class Submission:
     def _finished(self) -> bool:
         """Whether no further event comes."""
         return len(self._ended | self.dropped) == len(self.work)
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether new weights wait until it is finished."""
+        return self.begun or self.prepared
 
     def wants(self, index: int) -> bool:
         """Whether somebody waits for a sequence."""
@@ -105,6 +117,15 @@ class Submission:
         self.fail(time_limit_error(timeout))
 
 
+Deliveries = list[tuple[Submission, Event | Exception]]
+
+
+def hand_over(deliveries: Deliveries) -> None:
+    """Give events and errors to their submissions, in the event loop's thread."""
+    for submission, found in deliveries:
+        submission.add(found) if isinstance(found, Event) else submission.fail(found)
+
+
 @dataclass(eq=False)
 class Entry:
     """A sequence that waits or runs."""
@@ -143,15 +164,15 @@ class Events(AsyncIterator[Event]):
         return event
 
     async def ready(self) -> None:
-        """Wait for the next event, or the end. Raises the error with which it ended."""
+        """As of `service.Events`."""
         await self._submission.ready()
 
     def drop(self, index: int) -> None:
-        """Drop a sequence, of which no event follows."""
+        """As of `service.Events`."""
         self._submission.drop(index)
 
     async def aclose(self) -> None:
-        """Drop the sequences."""
+        """As of `service.Events`."""
         self._submission.close()
 
     def __del__(self) -> None:

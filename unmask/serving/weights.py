@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from fastapi import APIRouter, Depends, Request
@@ -64,7 +65,7 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
         """Serve other weights of the same model, once what runs has finished. A refusal changes nothing."""
         folder = await asyncio.to_thread(allowed_folder, body.path, roots)
         try:
-            await scheduler.replace_weights(partial(load_weights, scheduler.lm, folder), body.version)
+            await scheduler.replace_weights(partial(load_weights, scheduler.lm, folder, roots), body.version)
         except (ConfigError, DataError, ModelError) as error:
             raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=REMEDY) from error
         except (OSError, RuntimeError) as error:  # of the disk, or of the device
@@ -98,14 +99,29 @@ def _refuse_links(folder: Path, roots: Sequence[Path], refusal: UnmaskError) -> 
                 raise refusal
 
 
-def load_weights(lm: DiffusionLM, folder: Path) -> None:
-    """Load the weights of a folder into a model. ModelError if they are not safetensors of a whole model like it, which stays as it was."""
-    where = str(folder)
+def load_weights(lm: DiffusionLM, folder: Path, roots: Sequence[Path]) -> None:
+    """Load the weights of a folder within the roots into a model. ModelError if they are not safetensors of a whole model like it, or if
+    the folder is not allowed or changes while it is read; the model then stays as it was."""
+    where, before = str(folder), _files(folder, roots)
     new = load(where, dtype=str(next(lm.model.parameters()).dtype).removeprefix("torch."))
     if differ := differences(model_facts(new), model_facts(lm)):
         raise ModelError(f"another model: {differ}", where=where, remedy=REMEDY)
+    for weight in chain(new.model.parameters(), new.model.buffers()):
+        weight.data = weight.data.clone()  # else a file that is written now would be what is loaded
     weights = new.model.state_dict()
     shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
+    if _files(folder, roots) != before:
+        raise ModelError("its files changed while they were read", where=where, remedy="Send it again once they are written")
     lm.model.load_state_dict(weights)
+
+
+def _files(folder: Path, roots: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+    """What lies in a folder now: of each file, and of what a link leads to, the inode, the size, and when it changed last, which no program
+    can set. Raises ModelError if the folder is not allowed."""
+    if allowed_folder(str(folder), roots) != folder:
+        raise ModelError("it was moved", where=str(folder), remedy=REMEDY)
+    inside = [Path(parent, name) for parent, folders, files in os.walk(folder) for name in [*folders, *files]]
+    found = [(path, state) for path in sorted([folder, *inside]) for state in (path.lstat(), path.stat())]
+    return [(str(path), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns) for path, state in found]

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import combinations
+from threading import Barrier, Lock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +20,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.constraints import bounded_process, compiled
+from unmask.generation.constraints.automaton import MOST_KEPT
 from unmask.generation.constraints.compiled import compile_constraint, escape, regex_of
 from unmask.generation.constraints.vocabulary import Vocabulary
 
@@ -223,3 +229,52 @@ def test_the_shortest_length_that_fits():
     assert automaton.shortest(live_C) == 3 and automaton.shortest(live_C, 21) == 40 and automaton.shortest(live_C, 41) is None
     assert automaton.shortest(automaton.live_classes([token_of(b"abb")])) == 5
     assert regex_of(ConstraintConfig(choice=["a", "b"]), "") == "(?:a)|(?:b)"
+
+
+def test_what_is_kept_of_lengths_is_bounded():
+    """Every request may forbid other tokens, and ask for as many as it likes."""
+    automaton = compile_constraint(ConstraintConfig(regex="(a|b)*é?"), SMALL, end="filled")
+    tables = automaton.nbytes
+    classes = range(automaton.next_SC.shape[1])
+    choices = [np.array([one in chosen for one in classes]) for size in classes for chosen in combinations(classes, size)]
+    expected = [automaton.completable(5, live_C) for live_C in choices]
+    assert len(choices) > 2 * MOST_KEPT and all(map(np.array_equal, expected, [automaton.completable(5, live_C) for live_C in choices]))
+    automaton.completable(10**6, automaton.live_classes())
+    assert tables < automaton.nbytes <= tables + MOST_KEPT * 10 * len(automaton.accepts_S)
+
+
+def test_lengths_that_repeat_themselves_are_kept_once():
+    pairs = compile_constraint(ConstraintConfig(regex="c?((a|b){3})*"), SMALL, end="none")
+    live_C = pairs.live_classes([token for token, written in enumerate(SMALL.bytes_V) if written is not None and len(written) > 1])
+    expected, source_E, target_E = [pairs.accepts_S], *pairs.edges(live_C)
+    for _ in range(40):
+        before_S = np.zeros_like(pairs.accepts_S)
+        before_S[source_E[expected[-1][target_E]]] = True
+        expected.append(before_S)
+    order = [40, 3, *range(41)]
+    assert all(np.array_equal(pairs.completable(length, live_C), expected[length]) for length in order)
+    assert pairs.reach(live_C).nbytes == len({each.tobytes() for each in expected}) * len(pairs.accepts_S)
+
+
+def test_lengths_are_the_same_for_those_who_ask_at_once():
+    """The threads of a server share an automaton."""
+    config, count = ConstraintConfig(regex="(ab){1,200}|(aab)+c"), 8
+    alone, interval = compile_constraint(config, SMALL, end="none"), sys.getswitchinterval()
+    live_C = alone.live_classes()
+    expected = [alone.completable(length, live_C) for length in range(400)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(5):
+            shared, begin = replace(alone, _reach={}, _lock=Lock()), Barrier(count)
+
+            def ask(length, shared=shared, begin=begin):
+                begin.wait()
+                return shared.completable(length, live_C)
+
+            with ThreadPoolExecutor(count) as threads:
+                lengths = [399 - 7 * number for number in range(count)]
+                found = list(threads.map(ask, lengths))
+            assert all(map(np.array_equal, found, [expected[length] for length in lengths]))
+            assert all(np.array_equal(shared.completable(length, live_C), each) for length, each in enumerate(expected))
+    finally:
+        sys.setswitchinterval(interval)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -72,6 +73,23 @@ def test_the_best_path_is_the_best_of_all_texts(kind, spread, revealed):
     paths.log_WC = np.where(np.isfinite(paths.log_WC) & (paths.log_WC != 0), best_WC, paths.log_WC)
     classes = paths.best(lambda at, one: 0)
     assert machine.class_V[list(max(texts, key=texts.__getitem__))].tolist() == classes.tolist()
+
+
+@pytest.mark.parametrize("kind", ["even", "short"])
+@pytest.mark.parametrize("revealed", [{2: 1}, {1: 2, 2: 4}, {1: 1, 3: 2}, {2: 0, 3: 0}])
+def test_given_tokens_between_positions_say_what_their_weights_say(kind, revealed):
+    machine, _, weighted, _ = case(kind, 1.0, revealed)
+    hidden = [at for at in range(WIDTH) if at not in revealed]
+    runs = [machine.through(revealed[at] for at in range(one + 1, other)) if other > one + 1 else None for one, other in pairwise(hidden)]
+    paths = Paths(machine, weighted.log_WC[hidden], machine.start, machine.accepts_S, runs)
+    assert paths.possible == weighted.possible
+    if not paths.possible:
+        return
+    assert paths.to_end[0, machine.start] == pytest.approx(weighted.to_end[0, machine.start], rel=1e-12)
+    np.testing.assert_allclose(paths.log_ratios(), weighted.log_ratios()[hidden], atol=1e-12)
+    assert paths.best(lambda at, one: 0).tolist() == weighted.best(lambda at, one: 0)[hidden].tolist()
+    drawn, expected = (each.draw(lambda at, rest_C, each=each: int((each.log_WC[at] + rest_C).argmax())) for each in (paths, weighted))
+    assert drawn.tolist() == expected[hidden].tolist()
 
 
 def test_among_equal_paths_the_lower_token_comes_first():

@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,8 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive, sampler
+from unmask.generation.constraints.decide import windows_of
+from unmask.generation.constraints.gaps import constrained_gaps
 from unmask.generation.requests import make_infill_requests
 
 pytest.importorskip("outlines_core")
@@ -96,6 +99,19 @@ def test_a_token_that_is_no_text_is_named(text, what):
     text = [lm.mask_token_id if token is None else token for token in text]
     with pytest.raises(GenerationError, match=f"the token {what} is no text. Leave it out of the text"):
         sampler.infill(lm, [text], over_text(SamplerConfig()))
+
+
+def test_sums_run_over_hidden_positions_alone():
+    """However long the text is, of which a step sees what is hidden."""
+    lm, config = tiny("phi", "bidirectional"), over_text(SamplerConfig(), "(ab|cd)*")
+    ids = [*[A, B] * 500, lm.mask_token_id, B, C, lm.mask_token_id, *[C, D] * 500]
+    hidden = [token == lm.mask_token_id for token in ids]
+    gaps = constrained_gaps(lm, ids, hidden, config, "text", completion=False)
+    [window] = windows_of(gaps, (0, len(ids)), ids, hidden, lm.device)
+    paths = window.possible(np.zeros((2, gaps[0].automaton.next_SC.shape[1])))
+    assert len(paths.to_end) == len(paths.from_start) == 3
+    classes = paths.draw(lambda at, rest_C: int(rest_C.argmax()))
+    assert classes.tolist() == gaps[0].automaton.class_V[[A, D]].tolist()
 
 
 def test_a_text_whose_sums_would_take_too_much_memory_is_refused(monkeypatch):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from functools import cache
 
 import pytest
 
 import unmask
+from tests.helpers import shared_path
 from tests.serving.models import make_byte_model, make_model, model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
@@ -139,6 +141,21 @@ def test_the_most_probable_tokens_when_each_was_revealed(stop, service):
     assert last["finish_reason"] == "length" and last["logprobs"]["content"] == content
 
 
+def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(service, monkeypatch):
+    scheduler, threads = service(), []
+    tokenizer, ids = scheduler.lm.tokenizer, model().tokenizer("def f", add_special_tokens=False)["input_ids"]
+    decode = tokenizer.decode
+
+    def seen(tokens, **options):
+        threads.extend([threading.current_thread()] * (list(tokens) == ids))
+        return decode(tokens, **options)
+
+    monkeypatch.setattr(tokenizer, "decode", seen)
+    choices = answer(scheduler, "completions", prompt=[ids, ids[:2]], echo=True, n=2, max_tokens=3)["choices"]
+    assert [choice["text"][:2] for choice in choices] == ["de"] * 4 and choices[1]["text"].startswith("def f")
+    assert threads and threading.main_thread() not in threads
+
+
 def test_biases_forbid_and_allow_tokens(service):
     text = answer(service(), "completions", prompt="ab", max_tokens=12, diffusion={"stop_at_eos": False})["choices"][0]["text"]
     [token] = model().tokenizer.encode(text[0], add_special_tokens=False)
@@ -177,6 +194,16 @@ def test_gaps_of_given_and_of_searched_lengths(service):
     assert searched["usage"]["completion_tokens"] == sum(lengths) and searched["usage"]["prompt_tokens"] == 9
     marked = answer(service(), "infill", text="ab__cdef__gh", gap_mark="__", **asked)
     assert marked["choices"] == searched["choices"]
+
+
+def test_masks_in_a_text_stand_for_its_tokens():
+    lm = unmask.load(shared_path("models", "stories260K"), attention="bidirectional", logit_shift=False)
+    ids, mask = lm.tokenizer("Once upon a time, there was a girl")["input_ids"], lm.tokenizer.mask_token
+    masked = [lm.mask_token_id if lm.tokenizer.convert_ids_to_tokens(token) in ("\u2581upon", "\u2581was") else token for token in ids]
+    assert masked.count(lm.mask_token_id) == 2
+    with running(lm) as scheduler:
+        asked = answer(scheduler, "infill", text=f"Once{mask} a time, there{mask} a girl", diffusion={"trace": True})
+    assert asked["choices"][0]["diffusion"]["prompt"] == masked
 
 
 def test_special_tokens_in_segments_stay_text(service):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.serving.models import model
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
+from unmask.serving.openai import tools
 from unmask.serving.openai.tools import HERMES, Call, CallFormat, CallReader, call_format, check_renders_tools
 
 LLAMA = CallFormat("", "", "parameters")
@@ -68,6 +69,26 @@ def test_content_before_a_call_is_released_before_the_call_is_there():
     assert [*reader.read("well <tool", done=False)] == ["well "]
     assert [*reader.read('_call>{"name"', done=False)] == []
     assert [*reader.read(': "add", "arguments": {}}</tool_call>', done=False)] == [Call("add", "{}")]
+
+
+@pytest.mark.parametrize("written", [HERMES, LLAMA])
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_call_in_many_pieces_is_not_parsed_again_at_each(written, closed, monkeypatch):
+    """Whatever brackets, quotes and escapes are in it, and however much white space follows it."""
+    read, parsed = tools._read_object, []
+    monkeypatch.setattr(tools, "_read_object", lambda text, at: (parsed.append(len(text)), read(text, at))[1])
+    arguments = json.dumps({"code": 'if (a) { b = "}"; } \\' * 200, "inner": [{"c": [{}]}] * 50})
+    call = f'{written.before}{{"name": "f", "{written.key}": {arguments}}}' + " " * 500 * bool(written.after)
+    text = call + written.after if closed else call[: call.rindex("]")]
+    found = pieces(written, list(text))
+    assert found == ([("f", arguments)] if closed else [text])
+    assert sum(parsed) < 4 * len(text)
+
+
+def test_what_cannot_become_a_call_is_released_before_its_end():
+    reader, text = CallReader(HERMES, ["add"]), '<tool_call>{"name": "add", oops, no call at all, and much more text that is content'
+    released = "".join(piece for character in text for piece in reader.read(character, done=False))
+    assert len(released) > len(text) - 8
 
 
 def test_without_parallel_calls_the_text_ends_with_the_first():

@@ -5,9 +5,10 @@ Shapes: S states, of which the last is dead; C classes, of which the first is de
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Lock
 from typing import Literal
 
 import numpy as np
@@ -21,6 +22,8 @@ End = Literal["stops", "filled", "none"]
 canvas; or not at all."""
 MAX_CELLS = 2**25
 """Entries of the tables that a constraint may have, states times classes: 128 MB."""
+MOST_KEPT = 8
+"""Sets of tokens that may be produced, for each of which it is kept what they lead to: every request may have another one."""
 
 
 class EdgeTable:
@@ -52,6 +55,44 @@ class EdgeTable:
         self.class_with_edges, self.class_start = np.unique(self.class_E[self.by_class_E], return_index=True)
 
 
+class Reach:
+    """The states from which so many tokens lead to an accepting one, for each number of tokens up to the first at which they repeat
+    themselves. Threads may share it."""
+
+    def __init__(self, accepts_S: np.ndarray, edges: Callable[[], tuple[np.ndarray, np.ndarray]]):
+        self._edges, self._lock = edges, Lock()
+        self._found = [accepts_S]
+        self._first = {np.packbits(accepts_S).tobytes(): 0}  # the number of tokens with which they are these first
+        self._again: int | None = None  # the number of tokens that the one after the last repeats
+
+    @property
+    def nbytes(self) -> int:
+        """The memory of what has been found."""
+        return len(self._found) * self._found[0].nbytes
+
+    def states(self, length: int) -> np.ndarray:
+        """The states [S] for a number of tokens."""
+        if length >= len(self._found):
+            with self._lock:
+                self._find(length)
+        if length < len(self._found):
+            return self._found[length]
+        assert self._again is not None
+        return self._found[self._again + (length - self._again) % (len(self._found) - self._again)]
+
+    def _find(self, length: int) -> None:
+        if self._again is not None:
+            return
+        source_E, target_E = self._edges()
+        while length >= len(self._found) and self._again is None:
+            reach_S = np.zeros_like(self._found[0])
+            reach_S[source_E[self._found[-1][target_E]]] = True
+            self._again = self._first.setdefault(np.packbits(reach_S).tobytes(), len(self._found))
+            if self._again == len(self._found):
+                self._again = None
+                self._found.append(reach_S)
+
+
 @dataclass(eq=False)
 class TokenAutomaton:
     """A deterministic automaton over tokens, in which every state but the dead one can reach an accepting one.
@@ -67,7 +108,8 @@ class TokenAutomaton:
     class_V: np.ndarray
     start: int
     accepts_S: np.ndarray
-    _reach: dict[bytes, list[np.ndarray]] = field(default_factory=dict, repr=False)
+    _reach: dict[bytes, Reach] = field(default_factory=dict, repr=False)  # the one that was asked for last is the last one
+    _lock: Lock = field(default_factory=Lock, repr=False)
 
     @property
     def dead(self) -> int:
@@ -81,8 +123,9 @@ class TokenAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """The memory of its tables."""
-        return self.next_SC.nbytes + self.class_V.nbytes + self.accepts_S.nbytes
+        """The memory of its tables, and of what is kept of them."""
+        tables = self.next_SC.nbytes + self.class_V.nbytes + self.accepts_S.nbytes
+        return tables + sum(reach.nbytes for reach in list(self._reach.values()))
 
     def after(self, tokens: Iterable[int], state: int | None = None) -> int:
         """The state after tokens, from the start or a given state."""
@@ -90,6 +133,13 @@ class TokenAutomaton:
         for token in tokens:
             state = int(self.next_SC[state, self.class_V[token]])
         return state
+
+    def through(self, tokens: Iterable[int]) -> np.ndarray:
+        """The state [S] after tokens, from each state."""
+        state_S = np.arange(len(self.next_SC))
+        for token in tokens:
+            state_S = self.next_SC[state_S, self.class_V[token]]
+        return state_S
 
     def accepts(self, tokens: Iterable[int]) -> bool:
         """Whether these tokens, all of them, meet the constraint."""
@@ -103,17 +153,19 @@ class TokenAutomaton:
         live_C[0] = False
         return live_C
 
+    def reach(self, live_C: np.ndarray) -> Reach:
+        """What tokens of the live classes lead to."""
+        key = np.packbits(live_C).tobytes()
+        with self._lock:
+            reach = self._reach.pop(key, None) or Reach(self.accepts_S, partial(self.edges, live_C))
+            self._reach[key] = reach
+            if len(self._reach) > MOST_KEPT:
+                del self._reach[next(iter(self._reach))]
+        return reach
+
     def completable(self, length: int, live_C: np.ndarray) -> np.ndarray:
         """The states [S] from which exactly `length` tokens of the live classes lead to an accepting one."""
-        key = np.packbits(live_C).tobytes()
-        known = self._reach.setdefault(key, [self.accepts_S])
-        if length >= len(known):
-            source_E, target_E = self.edges(live_C)
-            while length >= len(known):
-                reach_S = np.zeros_like(self.accepts_S)
-                reach_S[source_E[known[-1][target_E]]] = True
-                known.append(reach_S)
-        return known[length]
+        return self.reach(live_C).states(length)
 
     def edges(self, live_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The states that one token of a live class joins: each pair once, without the dead state."""

@@ -3,13 +3,14 @@
 Within the block, tokens have the model's distribution given that the gap is accepted. Of later blocks the model has said nothing yet: there
 it only counts whether some text fits.
 
-Shapes: N hidden positions of the block, W positions of a window, V vocabulary, C classes.
+Shapes: N hidden positions of the block or of a window, V vocabulary, C classes, S states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -29,26 +30,21 @@ OUTSIDE = 1e9
 
 @dataclass(frozen=True)
 class Window:
-    """The part of a gap from its first hidden position in a block to the end of the block."""
+    """The hidden positions of a gap in a block, and how the tokens between them lead from state to state."""
 
     automaton: TokenAutomaton
-    state: int  # before the first position
-    end_S: np.ndarray  # the states from which the rest of the gap can be completed
-    tokens: list[int | None]  # None: hidden
-    row_N: Tensor  # of the logits at its hidden positions
+    state: int  # before the first of them
+    end_S: np.ndarray  # the states after the last of them from which the rest of the gap can be completed
+    runs: list[np.ndarray | None]  # of given tokens after each but the last, as of `Paths`
+    row_N: Tensor  # of the logits
 
     @property
     def class_V(self) -> Tensor:
         return torch.from_numpy(self.automaton.class_V).long().to(self.row_N.device)
 
     def paths(self, log_NC: np.ndarray) -> Paths:
-        """The paths for weights of the classes at the hidden positions."""
-        log_WC = np.full((len(self.tokens), self.automaton.next_SC.shape[1]), -np.inf)
-        hidden_W = np.array([token is None for token in self.tokens])
-        log_WC[hidden_W] = log_NC
-        for at in np.nonzero(~hidden_W)[0]:
-            log_WC[at, self.automaton.class_V[self.tokens[at]]] = 0.0
-        return Paths(self.automaton, log_WC, self.state, self.end_S)
+        """The paths for weights of the classes."""
+        return Paths(self.automaton, log_NC, self.state, self.end_S, self.runs)
 
     def possible(self, log_NC: np.ndarray) -> Paths:
         """The same. Raises GenerationError if none has a probability."""
@@ -58,17 +54,13 @@ class Window:
         return paths
 
     def by_class(self, logits_NV: Tensor) -> ClassWeights:
-        """The weights of the classes at the hidden positions."""
+        """The weights of the classes."""
         mine_NV = logits_NV if len(self.row_N) == len(logits_NV) else logits_NV[self.row_N]
         return class_weights(mine_NV, self.class_V, self.automaton.next_SC.shape[1])
 
     def by_token(self, value_NC: np.ndarray, like: Tensor) -> Tensor:
         """The entries of every token's class."""
         return torch.from_numpy(value_NC).to(like)[:, self.class_V]
-
-    def hidden(self, value_W: np.ndarray) -> np.ndarray:
-        """The entries of hidden positions."""
-        return value_W[[token is None for token in self.tokens]]
 
 
 def decide_given(
@@ -101,14 +93,14 @@ def decide_given(
         row_N = window.row_N
         predicted = window.by_class(logits_NV)
         raw = window.possible(predicted.log_prob_WC)
-        ratio_NC = window.hidden(raw.log_ratios())
+        ratio_NC = raw.log_ratios()
         if believed_NV is not None:
             believed_NV[row_N] += window.by_token(ratio_NC, logits_NV)
         drawn = raw
         if scaled_NV is not logits_NV and (config.temperature > 0 or drawn_from_NV is not None):
             drawn = window.possible(window.by_class(scaled_NV).log_prob_WC)
         if drawn_from_NV is not None:
-            ratios_NC = ratio_NC if drawn is raw else window.hidden(drawn.log_ratios())
+            ratios_NC = ratio_NC if drawn is raw else drawn.log_ratios()
             drawn_from_NV[row_N] += temperature * window.by_token(ratios_NC, logits_NV)
         if config.temperature == 0:
             largest_NC = (predicted if adjusted_NV is logits_NV else window.by_class(adjusted_NV)).largest_WC
@@ -134,11 +126,12 @@ def windows_of(
         inside = [position for position in range(max(gap.start, start), min(gap.stop, stop)) if hidden[position]]
         if not inside:
             continue
+        last, end = inside[-1], min(gap.stop, stop)
         state = gap.automaton.after(ids[gap.start : inside[0]])
-        end = min(gap.stop, stop)
-        tokens = [None if hidden[position] else ids[position] for position in range(inside[0], end)]
+        runs = [gap.automaton.through(ids[one + 1 : other]) if other > one + 1 else None for one, other in pairwise(inside)]
+        end_S = gap.completable(end)[gap.automaton.through(ids[last + 1 : end])]
         row_N = torch.tensor([row[position] for position in inside], device=device)
-        windows.append(Window(gap.automaton, state, gap.completable(end), tokens, row_N))
+        windows.append(Window(gap.automaton, state, end_S, runs, row_N))
     return windows
 
 
@@ -150,16 +143,13 @@ def _impossible() -> GenerationError:
 def _best_tokens(window: Window, logits_NV: Tensor, largest_NC: np.ndarray) -> Tensor:
     """The tokens of the most probable text."""
     paths, class_V = window.paths(largest_NC), window.class_V
-    row_W = np.cumsum([token is None for token in window.tokens]) - 1
 
     def first_token(at: int, one: int) -> int:
-        token = window.tokens[at]
-        return int(best(logits_NV[row_W[at]][None].masked_fill(class_V != one, -torch.inf))) if token is None else token
+        return int(best(logits_NV[at][None].masked_fill(class_V != one, -torch.inf)))
 
-    if (classes := paths.best(first_token)) is None:
+    if (class_N := paths.best(first_token)) is None:
         raise _impossible()
-    class_N = torch.from_numpy(window.hidden(classes)).to(class_V.device)
-    return best(torch.where(class_V == class_N[:, None], logits_NV, -torch.inf))
+    return best(torch.where(class_V == torch.from_numpy(class_N).to(class_V.device)[:, None], logits_NV, -torch.inf))
 
 
 def _draw_tokens(window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Tensor, temperature: float) -> Tensor:
@@ -168,9 +158,7 @@ def _draw_tokens(window: Window, paths: Paths, logits_NV: Tensor, uniform_N: Ten
     class_V, tokens = window.class_V, list[Tensor]()
 
     def pick(at: int, rest_C: np.ndarray) -> int:
-        if window.tokens[at] is not None:
-            return int(window.automaton.class_V[window.tokens[at]])
-        row = slice(len(tokens), len(tokens) + 1)
+        row = slice(at, at + 1)
         moved_1V = logits_NV[row] + temperature * torch.from_numpy(rest_C).to(logits_NV)[class_V]
         tokens.append(draw(weights(moved_1V, moved_1V.amax(-1, keepdim=True), temperature), uniform_N[row]))
         return int(class_V[tokens[-1]])

@@ -2,12 +2,14 @@
 
 Sums and maxima over the paths of the automaton, in logarithms and float64, so that an improbable text is never lost to underflow.
 
+Between the positions there may be given tokens. They are no positions: a run of them leads from each state to one, at once.
+
 Shapes: W positions, V vocabulary, S states, C classes, E edges (state, class, next state), P pairs (state, next state) of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -53,13 +55,17 @@ class Paths:
     """All paths of an automaton over some positions, weighted by what a model predicts there.
 
     Args:
-        log_WC: the weight of each class at each position; -inf: it cannot stand there. A revealed token has weight 0, all others -inf.
+        log_WC: the weight of each class at each position; -inf: it cannot stand there.
         start: the state before the first position.
         end_S: the states that are allowed after the last position.
+        runs: of given tokens after each position but the last: the state [S] that follows each state; None: there are none.
     """
 
-    def __init__(self, automaton: TokenAutomaton, log_WC: np.ndarray, start: int, end_S: np.ndarray):
+    def __init__(
+        self, automaton: TokenAutomaton, log_WC: np.ndarray, start: int, end_S: np.ndarray, runs: Sequence[np.ndarray | None] | None = None
+    ):
         self.automaton, self.log_WC, self.start = automaton, log_WC, start
+        self.runs = [None] * len(log_WC) if runs is None else [*runs, None]
         self.end_S = np.where(end_S, 0.0, -np.inf)
         self.edges = automaton.edge_table
 
@@ -80,8 +86,24 @@ class Paths:
         total = np.full((len(self.log_WC) + 1, len(self.end_S)), -np.inf)
         total[-1], edges = self.end_S, self.edges
         for at in reversed(range(len(self.log_WC))):
-            total[at, edges.source_with_pairs] = sums(self.pair_WP[at] + total[at + 1, edges.pair_target_P], edges.source_start)
+            rest_S = self._before_run(at, total[at + 1])
+            total[at, edges.source_with_pairs] = sums(self.pair_WP[at] + rest_S[edges.pair_target_P], edges.source_start)
         return total
+
+    @cached_property
+    def rest_WS(self) -> np.ndarray:
+        """The summed weight of all paths from a state after the token at a position to an end."""
+        return np.stack([self._before_run(at, self.to_end[at + 1]) for at in range(len(self.log_WC))])
+
+    def _before_run(self, at: int, value_S: np.ndarray) -> np.ndarray:
+        """What holds for the states before the run of given tokens after a position, from what holds for those after it."""
+        run_S = self.runs[at]
+        return value_S if run_S is None else value_S[run_S]
+
+    def _step(self, at: int, state: int, one: int) -> int:
+        """The state before the next position, after a class at this one."""
+        after, run_S = int(self.automaton.next_SC[state, one]), self.runs[at]
+        return after if run_S is None else int(run_S[after])
 
     @cached_property
     def from_start(self) -> np.ndarray:
@@ -90,13 +112,17 @@ class Paths:
         total[0, self.start], edges = 0.0, self.edges
         for at in range(len(self.log_WC)):
             step_P = (total[at, edges.pair_source_P] + self.pair_WP[at])[edges.by_target_P]
-            total[at + 1, edges.target_with_pairs] = sums(step_P, edges.target_start)
+            step_T, run_S = sums(step_P, edges.target_start), self.runs[at]
+            if run_S is None:
+                total[at + 1, edges.target_with_pairs] = step_T
+            else:
+                np.logaddexp.at(total[at + 1], run_S[edges.target_with_pairs], step_T)
         return total
 
     def log_ratios(self) -> np.ndarray:
         """[W, C]: the log of how much likelier each class is given that the text is accepted than without this condition."""
         edges = self.edges
-        path_WE = self.from_start[:-1, edges.source_E] + self.to_end[1:, edges.target_E]
+        path_WE = self.from_start[:-1, edges.source_E] + self.rest_WS[:, edges.target_E]
         ratio_WC = np.full(self.log_WC.shape, -np.inf)
         ratio_WC[:, edges.class_with_edges] = sums(path_WE[:, edges.by_class_E], edges.class_start)
         ratio_WC -= self.to_end[0, self.start]
@@ -111,10 +137,10 @@ class Paths:
         """
         state, classes = self.start, np.zeros(len(self.log_WC), dtype=np.int64)
         for at, log_C in enumerate(self.log_WC):
-            rest_C = np.where(log_C > -np.inf, self.to_end[at + 1, self.automaton.next_SC[state]], -np.inf)
+            rest_C = np.where(log_C > -np.inf, self.rest_WS[at, self.automaton.next_SC[state]], -np.inf)
             rest_C = rest_C - rest_C.max()
             classes[at] = pick(at, np.where(rest_C > -ROUNDING, 0.0, rest_C))
-            state = int(self.automaton.next_SC[state, classes[at]])
+            state = self._step(at, state, classes[at])
         return classes
 
     def best(self, first_token: Callable[[int, int], int]) -> np.ndarray | None:
@@ -125,17 +151,18 @@ class Paths:
         most = np.full((steps + 1, len(self.end_S)), -np.inf)
         most[-1] = self.end_S
         for at in reversed(range(steps)):
-            step_E = self.log_WC[at, edges.class_E] + most[at + 1, edges.target_E]
+            step_E = self.log_WC[at, edges.class_E] + self._before_run(at, most[at + 1])[edges.target_E]
             most[at, edges.source_with_pairs] = np.maximum.reduceat(step_E, edges.first_S[edges.source_with_pairs])
         if most[0, self.start] == -np.inf:
             return None
         state, classes = self.start, np.zeros(steps, dtype=np.int64)
         for at in range(steps):
             edge_E = np.arange(edges.first_S[state], edges.first_S[state + 1])
-            step_E = self.log_WC[at, edges.class_E[edge_E]] + most[at + 1, edges.target_E[edge_E]]
+            step_E = self.log_WC[at, edges.class_E[edge_E]] + self._before_run(at, most[at + 1])[edges.target_E[edge_E]]
             equal = edge_E[step_E == step_E.max()]
             edge = equal[0] if len(equal) == 1 else min(equal, key=lambda one: first_token(at, int(edges.class_E[one])))
-            classes[at], state = edges.class_E[edge], int(edges.target_E[edge])
+            classes[at] = edges.class_E[edge]
+            state = self._step(at, state, classes[at])
         return classes
 
 

@@ -11,13 +11,13 @@ import numpy as np
 
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.constraints.automaton import End, TokenAutomaton
+from unmask.generation.constraints.automaton import End, Reach, TokenAutomaton
 from unmask.generation.constraints.compiled import compile_constraint
 from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 from unmask.models.diffusion_lm import DiffusionLM
 
 MOST_EDGES = 2**24
-"""Edges of the automaton, at each position of a text as a whole: about half a gigabyte."""
+"""Edges of the automaton at each hidden position of a text as a whole, and states at each given one: about half a gigabyte."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,8 +33,13 @@ class Gap:
     def completable(self, position: int) -> np.ndarray:
         """The states [S] from which the tokens from a position on can lead to an accepting one, if those hidden at first are free."""
         if self.given is None:
-            return self.automaton.completable(self.stop - position, self.live_C)
+            return self._reach.states(self.stop - position)
         return self._completable[position - self.start]
+
+    @cached_property
+    def _reach(self) -> Reach:
+        """Kept here as well: the automaton keeps only those of the last requests."""
+        return self.automaton.reach(self.live_C)
 
     @cached_property
     def _completable(self) -> list[np.ndarray]:
@@ -96,7 +101,8 @@ def _whole_text(
         what = f"the token {lm.tokenizer.convert_ids_to_tokens(ids[at])!r} at position {at} is no text"
         raise GenerationError(what, where=f"constraint.over for {where}", remedy="Leave it out of the text")
     automaton = compile_constraint(config.constraint, vocabulary, end="none", at_start=True)
-    if (stop - start) * len(automaton.edge_table.source_E) > MOST_EDGES:
+    known_tokens = stop - start - sum(hidden)
+    if sum(hidden) * len(automaton.edge_table.source_E) + known_tokens * len(automaton.next_SC) > MOST_EDGES:
         what = f"{stop - start:,} tokens are too many for a constraint of {len(automaton.edge_table.source_E):,} edges"
         raise GenerationError(what, where=f"constraint.over for {where}", remedy="Shorten the text, or bound the constraint's repetitions")
     given = tuple(None if hidden[at] else ids[at] for at in range(start, stop))

@@ -18,7 +18,7 @@ from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
 from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.edits import edit_prompt
-from unmask.serving.openai.plans import Context, Plan, plan_prompts
+from unmask.serving.openai.plans import Context, Plan, check_answers, plan_prompts
 from unmask.serving.openai.requests import ChatRequest, Message
 from unmask.serving.openai.settings import check_limit, edit_length, format_constraint, sampler_config, tokens_wanted
 from unmask.serving.openai.tools import CallFormat, CallReader, call_constraint, call_format, check_renders_tools
@@ -47,6 +47,7 @@ async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallForm
     """
     if body.top_logprobs and not body.logprobs:
         raise GenerationError("has no effect without logprobs", where="top_logprobs", remedy="Set logprobs to true")
+    check_answers(context, 1, body)
     called = bool(body.tools) and body.tool_choice not in ("auto", "none")
     prompt = await context.make(partial(_prompt, context.lm, body, context.limits), compiles=called)
     try:
@@ -62,6 +63,7 @@ async def plan_chat(context: Context, body: ChatRequest) -> tuple[Plan, CallForm
 
 async def plan_edit(context: Context, body: EditRequest) -> Plan:
     """The edited region of a file. Errors as of `plan_chat`, and GenerationError for a message without one region."""
+    check_answers(context, 1, body)
     messages = edit_prompt(body.content, body.instruction)
     config, ids = await asyncio.to_thread(_edit_settings, context.lm, body, context.limits, messages)
     return await plan_prompts(context, body, [ids], config)

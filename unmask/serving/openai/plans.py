@@ -67,14 +67,14 @@ class Plan:
         regions: of each sequence, what is answered.
         stops: strings before which answers are cut.
         prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
-        version: of the weights with which lengths were searched, which have to fill them; None: any.
+        weights: with which lengths were searched, which have to fill them, as of `Service.submit`; None: any.
     """
 
     work: list[Work]
     regions: list[Region]
     stops: list[str]
     prompt_tokens: int
-    version: str | None = None
+    weights: int | None = None
 
     @property
     def config(self) -> SamplerConfig:
@@ -89,7 +89,7 @@ class Plan:
 async def plan_completion(context: Context, body: CompletionRequest | FimRequest) -> Plan:
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
-    check_answers(len(prompts), body, context.limits)
+    check_answers(context, len(prompts), body)
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
     config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
@@ -101,29 +101,32 @@ async def plan_prompts(
     context: Context, body: ChatRequest | CompletionRequest | EditRequest | FimRequest, encoded: list[list[int]], config: SamplerConfig
 ) -> Plan:
     """Completions of token ids."""
-    check_answers(len(encoded), body, context.limits)
     check_length(context.lm, max(map(len, encoded)) + config.max_new_tokens, context.limits)
     repeated = _repeated(encoded, body)
     make = partial(make_requests, context.lm, repeated, config, body.diffusion.keys)
     requests = await context.make(make, compiles=config.constraint is not None)
     echoes = [""] * len(requests)
     if isinstance(body, CompletionRequest) and body.echo:
-        texts = _prompts(body.prompt)
-        shown = [text if isinstance(text, str) else str(context.lm.tokenizer.decode(text)) for text in texts]
-        echoes = [text for text in shown for _ in range(body.n)]
+        echoes = await asyncio.to_thread(_echoes, context.lm, body)
     regions = [Region(request.start, request.length, echo) for request, echo in zip(requests, echoes, strict=True)]
     return _plan(body, requests, config, regions, sum(map(len, encoded)))
 
 
+def _echoes(lm: DiffusionLM, body: CompletionRequest) -> list[str]:
+    """The prompt of each answer, as text."""
+    shown = [text if isinstance(text, str) else str(lm.tokenizer.decode(text)) for text in _prompts(body.prompt)]
+    return [text for text in shown for _ in range(body.n)]
+
+
 async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     """A text with its gaps filled."""
-    check_answers(1, body, context.limits)
+    check_answers(context, 1, body)
     config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
     parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
-    ids, version = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
+    ids, weights = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
     check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "text" if body.text is not None else "segments")
     requests = await _infill_requests(context, ids, config, body)
-    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], version=version)
+    return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], weights=weights)
 
 
 async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, prompts: Sequence[str | list[int]]) -> Plan:
@@ -144,19 +147,19 @@ async def _plan_middle(context: Context, body: CompletionRequest | FimRequest, p
     before, after = await asyncio.to_thread(lambda: (encode_prompt(lm.tokenizer, prompt), encode_completion(lm.tokenizer, "<gap>", suffix)))
     exact = body.diffusion.length == "exact"
     parts = [[*before, *[lm.mask_token_id] * size, *after]] if exact else [before, after]
-    ids, version = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
+    ids, weights = await _with_lengths(context, parts, config, min(size, MOST_SEARCHED), "<gap>")
     requests = await _infill_requests(context, ids, config, body)
     length = len(ids) - len(before) - len(after)
     fills = not exact and length < min(size, MOST_SEARCHED)  # the longest one may be too short for what is missing
     regions = [Region(len(before), len(before) + length, fills=fills) for _ in requests]
-    return _plan(body, requests, config, regions, version=version)
+    return _plan(body, requests, config, regions, weights=weights)
 
 
 async def _with_lengths(
     context: Context, parts: list[list[int]], config: SamplerConfig, max_gap: int, gap_mark: str
-) -> tuple[list[int], str | None]:
-    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the version of the
-    weights that found it, None: any."""
+) -> tuple[list[int], int | None]:
+    """The ids of a text from those between its gaps, with as many mask tokens in each as are found to be missing; and the weights that
+    found it, None: any."""
     if len(parts) == 1:
         check_length(context.lm, len(parts[0]), context.limits)
         return parts[0], None
@@ -166,10 +169,10 @@ async def _with_lengths(
 
     check_length(context.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, context.limits)
     while True:
-        version = context.service.version
+        weights = context.service.weights
         [found] = await context.service.search(search, owner=context.owner)
-        if context.service.version == version:  # else a part of the search was of other weights
-            return found.ids, version
+        if context.service.weights == weights:  # else a part of the search was of other weights
+            return found.ids, weights
 
 
 async def _infill_requests(
@@ -229,12 +232,14 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
     return prompt  # type: ignore[return-value]
 
 
-def check_answers(prompts: int, body: SamplingRequest, limits: Limits) -> None:
-    """Raise GenerationError for more answers than a request may ask for, before anything is encoded."""
+def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None:
+    """Raise GenerationError for more answers than a request may ask for, and OverloadedError where they have no place in the queue: before
+    anything is encoded, compiled or searched."""
     if not prompts:
         raise GenerationError("there is none", where="prompt", remedy="Give one")
-    check_limit(body.n, limits.n, "n")
-    check_limit(prompts * body.n, limits.sequences, "prompt")
+    check_limit(body.n, context.limits.n, "n")
+    check_limit(prompts * body.n, context.limits.sequences, "prompt")
+    context.service.check_room(prompts * body.n, context.owner)
 
 
 def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
@@ -254,9 +259,9 @@ def _plan(
     config: SamplerConfig,
     regions: list[Region],
     prompt_tokens: int | None = None,
-    version: str | None = None,
+    weights: int | None = None,
 ) -> Plan:
     """The plan of requests."""
     if prompt_tokens is None:
         prompt_tokens = requests[0].length - sum(requests[0].hidden)
-    return Plan([Work(request, config, body.watched) for request in requests], regions, body.stops, prompt_tokens, version)
+    return Plan([Work(request, config, body.watched) for request in requests], regions, body.stops, prompt_tokens, weights)

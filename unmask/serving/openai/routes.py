@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from unmask.generation.remote.protocol import model_facts
+from unmask.generation.remote.protocol import OTHER_WEIGHTS, model_facts
 from unmask.serving.errors import ErrorAnswer, OpenAIRoute
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
@@ -25,12 +25,13 @@ from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCom
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
-from unmask.serving.service import Events, Service, time_limit_error
+from unmask.serving.service import Events, ReplacedError, Service, time_limit_error
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
-STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model", 409: "The weights have another name"}
-STATUSES |= {429: "Too many requests wait", 503: "The server is ending", 504: "The time is over", "default": "Any other error"}
+STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model"}
+STATUSES |= {OTHER_WEIGHTS: "The weights have another name", 429: "Too many requests wait", 503: "The server is ending"}
+STATUSES |= {504: "The time is over", "default": "Any other error"}
 ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
 Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
@@ -131,14 +132,15 @@ async def _begin(context: Context, body: Asked, make_reply: Answering[Asked]) ->
     """The reply to a request, and its events. The time limit covers both."""
     asked, since = body.diffusion, asyncio.get_running_loop().time()
     seconds = context.limits.timeout if asked.timeout is None else min(asked.timeout, context.limits.timeout)
+    submit = partial(context.service.submit, owner=context.owner, priority=asked.priority, version=asked.version)
     try:
         async with asyncio.timeout_at(since + seconds):
-            reply = await make_reply(context, body)
+            while True:
+                reply = await make_reply(context, body)
+                with suppress(ReplacedError):
+                    return reply, submit(reply.plan.work, timeout=seconds, since=since, weights=reply.plan.weights)
     except TimeoutError:
         raise time_limit_error(seconds) from None
-    version = reply.plan.version if asked.version is None else asked.version
-    submit = partial(context.service.submit, owner=context.owner, priority=asked.priority, version=version)
-    return reply, submit(reply.plan.work, timeout=seconds, since=since)
 
 
 async def _whole(context: Context, body: Asked, make_reply: Answering[Asked]) -> str:

@@ -7,8 +7,9 @@ that write no JSON with `name` and `arguments` (or `parameters`) are taken to wr
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,6 +26,8 @@ from unmask.serving.openai.requests import ChatRequest, NamedTool, Tool
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 LONGEST_WORD = len("-Infinity")
 """Of JSON, as Python reads it; so near to its end, half a word may be to blame for what cannot be read."""
+MARK = re.compile(r'\\.|["{}]', re.DOTALL)
+"""What says where a JSON object ends; an escaped character says nothing."""
 QUESTION = {"role": "user", "content": "a"}
 EXAMPLE = {"type": "function", "function": {"name": ANSWER, "description": "b", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"id": "c", "type": "function", "function": {"name": ANSWER, "arguments": {"d": "e"}}}
@@ -122,6 +125,7 @@ class CallReader:
         self.names, self.single = names, single
         self.calls = 0
         self._rest = ""
+        self._growing: GrowingCall | None = None  # at the beginning of what is left
         self._at_start = True  # nothing but white space since the beginning or the last call
 
     def read(self, text: str, *, done: bool) -> Iterator[str | Call]:
@@ -136,12 +140,13 @@ class CallReader:
             if at is None or not self._rest:
                 return
             found = self._read_call()
+            if found == "open" and not done:
+                return
+            self._growing = None
             if isinstance(found, tuple):
                 call, self._rest = found
                 self.calls, self._at_start = self.calls + 1, True
                 yield call
-            elif found == "open" and not done:
-                return
             else:
                 yield from self._content(max(1, len(self.before)))
 
@@ -162,19 +167,65 @@ class CallReader:
 
     def _read_call(self) -> tuple[Call, str] | Literal["open", "none"]:
         """The call at the beginning of what is left, and what follows it; "open": more text may complete it."""
-        read = _read_object(self._rest, len(self._rest) - len(self._rest[len(self.before) :].lstrip()))
+        if self._growing is None:
+            at = len(self._rest) - len(self._rest[len(self.before) :].lstrip())
+            if not self._rest.startswith("{", at):
+                return "open" if at == len(self._rest) else "none"
+            self._growing = GrowingCall(at, self._as_call)
+        read = self._growing.read(self._rest)
         if isinstance(read, str):
             return read
-        call, following = self._as_call(read[0]), self._rest[read[1] :].lstrip()
-        if call is not None and following.startswith(self.after):
+        call, following = read[0], self._rest[read[1] :].lstrip()
+        if following.startswith(self.after):
             return call, following[len(self.after) :]
-        return "open" if call is not None and self.after.startswith(following) else "none"
+        return "open" if self.after.startswith(following) else "none"
 
     def _as_call(self, value: dict[str, Any]) -> Call | None:
         name, arguments = value.get("name"), value.get(self.key)
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return Call(name, arguments) if isinstance(name, str) and name in self.names and isinstance(arguments, str) else None
+
+
+class GrowingCall:
+    """A call in a text that grows. It is parsed when its last bracket has come, and before that whenever it has doubled, to know whether it
+    still may become one: so a character is read a bounded number of times, however many pieces a call comes in.
+
+    Args:
+        start: the place of its first bracket.
+        convert: makes a call of an object, or None if it is none.
+    """
+
+    def __init__(self, start: int, convert: Callable[[dict[str, Any]], Call | None]):
+        self._start, self._convert = start, convert
+        self._scanned, self._depth, self._in_string = start, 0, False
+        self._parsed = 0  # characters, when it was parsed last
+        self._found: tuple[Call, int] | Literal["open", "none"] = "open"
+
+    def read(self, text: str) -> tuple[Call, int] | Literal["open", "none"]:
+        """The call, and where its object ends; "open": more text may complete it."""
+        length = len(text) - self._start
+        if self._found == "open" and ((whole := self._scan(text)) or length >= 2 * self._parsed):
+            read, self._parsed = _read_object(text, self._start), length
+            if isinstance(read, tuple):
+                call = self._convert(read[0])
+                self._found = "none" if call is None else (call, read[1])
+            else:
+                self._found = "none" if whole else read
+        return self._found
+
+    def _scan(self, text: str) -> bool:
+        """Look at the characters that are new; whether the bracket that closes the first one is among them."""
+        while mark := MARK.search(text, self._scanned):
+            self._scanned = mark.end()
+            if mark[0] == '"':
+                self._in_string = not self._in_string
+            elif mark[0] in "{}" and not self._in_string:
+                self._depth += 1 if mark[0] == "{" else -1
+                if self._depth == 0:
+                    return True
+        self._scanned = max(self._scanned, len(text) - text.endswith("\\"))
+        return False
 
 
 def _read_object(text: str, at: int) -> tuple[dict[str, Any], int] | Literal["open", "none"]:
