@@ -18,6 +18,7 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
 from unmask.serving.limits import Limits
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import CompletionRequest, InfillRequest
 from unmask.serving.scheduler import Scheduler
@@ -45,7 +46,7 @@ def test_others_make_a_step_between_any_two_passes_of_a_search(monkeypatch: pyte
     async def run() -> Any:
         async with scheduling(LM, batch_size=2) as scheduler:
             [request] = make_requests(LM, ["abc"], CONFIG)
-            events = scheduler.submit([Work(request, CONFIG, frames=True)], owner="a")
+            events = scheduler.submit("tiny", [Work(request, CONFIG, frames=True)], owner="a")
             await anext(events)
             return await scheduler.search(search, owner="b")
 
@@ -109,15 +110,15 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
                 nonlocal searches
                 searches += 1
                 if searches == 1:
-                    await scheduler.replace_weights(lambda: None, "new")
+                    await scheduler.replace_weights("tiny", lambda: None, "new")
                 return await Scheduler.search(scheduler, function, owner=owner)
 
             monkeypatch.setattr(scheduler, "search", searching)
-            plan = await plan_infill(Context(scheduler, Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
             assert plan.version == "new" and searches == 2
-            await scheduler.replace_weights(lambda: None, "newest")
+            await scheduler.replace_weights("tiny", lambda: None, "newest")
             with pytest.raises(OtherWeightsError):
-                scheduler.submit(plan.work, owner="a", version=plan.version)
+                scheduler.submit("tiny", plan.work, owner="a", version=plan.version)
 
     asyncio.run(run())
 
@@ -125,7 +126,7 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     async def run() -> Any:
         async with scheduling(LM) as scheduler:
-            context = Context(scheduler, Limits(), "a")
+            context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
             plans = [
                 plan_infill(context, TEXT),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=9)),

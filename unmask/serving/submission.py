@@ -20,6 +20,7 @@ class Submission:
     """Sequences that were submitted together, and their events. The event loop's thread owns it, but for `closed`, which others read.
 
     Attributes:
+        model: the name of the model that generates them.
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
         dropped: the sequences for which nobody waits any more, which are then dropped as well.
         begun: whether a sequence of it has run. The others then run on the same weights.
@@ -27,13 +28,14 @@ class Submission:
 
     def __init__(
         self,
+        model: str,
         work: Sequence[Work],
         version: str | None,
         timeout: float | None,
         since: float | None,
         on_drop: Callable[[Submission], None],
     ):
-        self.work, self.version, self.started = work, version, monotonic()
+        self.model, self.work, self.version, self.started = model, work, version, monotonic()
         self.loop = asyncio.get_running_loop()
         self.closed = self.begun = False
         self.dropped: frozenset[int] = frozenset()
