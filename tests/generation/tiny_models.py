@@ -6,16 +6,19 @@ Phi and GPT-2 have rotary and learned positions, and compute in float64 througho
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import strategies as st
+from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
+from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -155,3 +158,21 @@ class Watch:
     def __exit__(self, *error):
         for hook in self.hooks:
             hook.remove()
+
+
+def adapted(lm: DiffusionLM, seed: int = 0, **settings) -> DiffusionLM:
+    """A copy of a Phi with LoRA adapters whose weights are not zero."""
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        trained = with_adapters(lm.frozen_copy(), config)
+        for name, weight in trained.model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(weight, std=0.5)
+    return trained
+
+
+def store(adapted: DiffusionLM, path: Path, **options) -> Path:
+    """Save the adapters of a model as PEFT does."""
+    adapted.model.save_pretrained(path, save_embedding_layers=False, **options)
+    return path

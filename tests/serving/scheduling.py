@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import unmask
@@ -20,8 +20,9 @@ LONG = CONFIG.model_copy(update={"max_new_tokens": 36, "stop_at_eos": False})
 
 
 @contextlib.asynccontextmanager
-async def scheduling(lm: DiffusionLM, **settings: Any) -> AsyncIterator[Scheduler]:
-    scheduler = Scheduler(lm, "tiny", **settings)
+async def scheduling(lm: DiffusionLM, more: Mapping[str, DiffusionLM] | None = None, **settings: Any) -> AsyncIterator[Scheduler]:
+    """A scheduler of this model, as `tiny`, and perhaps more."""
+    scheduler = Scheduler({"tiny": lm, **(more or {})}, **settings)
     scheduler.start()
     try:
         yield scheduler
@@ -46,9 +47,11 @@ async def traces(events: AsyncIterator[Event]) -> list[Trace]:
     return [found[index] for index in sorted(found)]
 
 
-async def alone(scheduler: Scheduler, prompt: str, config: SamplerConfig = CONFIG, key: int = 0) -> list[tuple[list[int], list[int]]]:
+async def alone(
+    scheduler: Scheduler, prompt: str, config: SamplerConfig = CONFIG, key: int = 0, *, model: str = "tiny"
+) -> list[tuple[list[int], list[int]]]:
     """The tokens and steps of a prompt by itself. A model computes in one thread at a time."""
-    found = await scheduler.between_steps(lambda: unmask.generate(scheduler.lm, [prompt], config, [key]))
+    found = await scheduler.between_steps(lambda: unmask.generate(scheduler.models[model].lm, [prompt], config, [key]))
     return outline(found.trace or [])
 
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import torch
 
 import unmask
 from unmask.config.layers import ADMIN_KEY
@@ -31,7 +32,7 @@ http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, veri
 @contextmanager
 def running(lm: DiffusionLM, name: str = "tiny", **scheduling: Any) -> Iterator[Scheduler]:
     """A scheduler of this model, which nothing else may use meanwhile but through `between_steps`."""
-    scheduler = Scheduler(lm, name, **scheduling)
+    scheduler = Scheduler({name: lm}, **scheduling)
     scheduler.start()
     try:
         yield scheduler
@@ -45,14 +46,15 @@ def served(
     settings: AppSettings | None = None,
     *,
     name: str = "tiny",
+    more: Mapping[str, DiffusionLM] | None = None,
     port: int = 0,
     connections: ConnectionLimits | None = None,
     keep_alive: int = 5,
     grace: float = 0.0,
     **scheduling: Any,
 ) -> Iterator[str]:
-    """The address of a server with this model."""
-    scheduler = Scheduler(lm, name, **scheduling)
+    """The address of a server with this model, and perhaps more."""
+    scheduler = Scheduler({name: lm, **(more or {})}, **scheduling)
     app = make_app(scheduler, settings or AppSettings())
     server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
     with open_port("127.0.0.1", port) as listener:
@@ -80,6 +82,19 @@ def copied(lm: DiffusionLM, path: Path) -> DiffusionLM:
     """A copy of the model, loaded as a server loads it."""
     lm.save(path)
     return unmask.load(path, dtype=str(lm.log_prob_dtype).removeprefix("torch."))
+
+
+def other_weights(lm: DiffusionLM) -> DiffusionLM:
+    """The same model with other weights, as after further training."""
+    trained, generator = lm.frozen_copy(), torch.Generator().manual_seed(7)
+    for weight in trained.model.parameters():
+        weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return trained
+
+
+def message(answer: httpx.Response) -> str:
+    """Of an error."""
+    return str(answer.json()["error"]["message"])
 
 
 def connect(url: str) -> socket.socket:

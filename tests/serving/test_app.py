@@ -47,9 +47,11 @@ def test_many_clients_get_what_each_would_get_alone() -> None:
         answers = list(clients.map(lambda prompt: complete(url, prompt), prompts))
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
         assert metric(url, 'unmask_requests_total{route="/v1/completions",status="200"}') == 16
-        assert metric(url, 'unmask_sequences_total{outcome="finished"}') == 16
+        assert metric(url, 'unmask_sequences_total{model="tiny",outcome="finished"}') == 16
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0
-        assert 0 < metric(url, "unmask_tokens_total") <= 16 * 8 and metric(url, "unmask_forward_passes_total") > 8
+        assert (
+            0 < metric(url, 'unmask_tokens_total{model="tiny"}') <= 16 * 8 and metric(url, 'unmask_forward_passes_total{model="tiny"}') > 8
+        )
     assert texts == [unmask.generate(lm, [prompt], SamplerConfig(max_new_tokens=8)).texts[0] for prompt in prompts]
 
 
@@ -152,7 +154,7 @@ def test_a_client_that_leaves_frees_its_slots() -> None:
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
         assert complete(url).status_code == 200
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0
-        assert metric(url, "unmask_forward_passes_total") < 20 * 8 * 36 / 2  # of whole answers there would be twice as many
+        assert metric(url, 'unmask_forward_passes_total{model="tiny"}') < 20 * 8 * 36 / 2  # of whole answers there would be twice as many
 
 
 def test_what_is_not_finished_in_its_time_is_a_504_or_the_last_event_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ class Asking:
 
 @contextlib.asynccontextmanager
 async def asking(limits: Limits | None = None) -> AsyncIterator[Asking]:
-    scheduler = Scheduler(tiny(), "tiny")
+    scheduler = Scheduler({"tiny": tiny()})
     scheduler.start()
     try:
         yield Asking(scheduler, limits or Limits())

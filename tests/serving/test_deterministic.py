@@ -24,10 +24,10 @@ def test_it_gives_the_last_bits_of_a_sequence_alone() -> None:
     lm = tiny(attention="block_causal", block_size=4)
 
     async def run() -> list[Trace]:
-        scheduler = Scheduler(lm, "tiny", batch_size=4, deterministic=True)
+        scheduler = Scheduler({"tiny": lm}, batch_size=4, deterministic=True)
         scheduler.start()
         work = [Work(request, CONFIG) for request in make_requests(lm, PROMPTS, CONFIG)]
-        found = {event.index: event.trace async for event in scheduler.submit(work, owner="a")}
+        found = {event.index: event.trace async for event in scheduler.submit("tiny", work, owner="a")}
         await scheduler.stop(0)
         return [trace for _, trace in sorted(found.items()) if trace is not None]
 
@@ -38,7 +38,7 @@ def test_it_gives_the_last_bits_of_a_sequence_alone() -> None:
 @pytest.mark.parametrize("name, value", [("deterministic", True), ("batch_size", 4), ("max_batch_tokens", 100)])
 def test_a_client_that_asks_for_it_learns_whose_it_is(name: str, value: object) -> None:
     async def run() -> httpx.Response:
-        app = make_app(Scheduler(tiny(), "tiny"), AppSettings())
+        app = make_app(Scheduler({"tiny": tiny()}), AppSettings())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1") as client:
             return await client.post("/completions", json={"model": "tiny", "prompt": "abc", "diffusion": {name: value}})
 

@@ -30,7 +30,7 @@ def _slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.asynccontextmanager
 async def asking(lm: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Scheduler]]:
-    scheduler = Scheduler(lm, "tiny")
+    scheduler = Scheduler({"tiny": lm})
     scheduler.start()
     try:
         transport = httpx.ASGITransport(make_app(scheduler, AppSettings()))
@@ -40,7 +40,7 @@ async def asking(lm: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Scheduler]]:
 
 
 def ended(scheduler: Scheduler, outcome: str) -> float:
-    return scheduler.metrics.registry.get_sample_value("unmask_sequences_total", {"outcome": outcome}) or 0.0
+    return scheduler.metrics.registry.get_sample_value("unmask_sequences_total", {"model": "tiny", "outcome": outcome}) or 0.0
 
 
 async def until_idle(scheduler: Scheduler) -> None:

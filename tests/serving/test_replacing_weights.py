@@ -32,12 +32,12 @@ def test_no_error_of_loading_names_the_servers_folders(kind: type[Exception], mo
     (tmp_path / "new").mkdir()
 
     async def run() -> httpx.Response:
-        scheduler = Scheduler(tiny(), "tiny")
+        scheduler = Scheduler({"tiny": tiny()})
         scheduler.start()
         app = make_app(scheduler, AppSettings(admin_key="admin", weights_from=(tmp_path,)))
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             headers = {"Authorization": "Bearer admin"}
-            answer = await client.post("/v1/weights", json={"path": "new", "version": "1"}, headers=headers)
+            answer = await client.post("/v1/weights", json={"model": "tiny", "path": "new", "version": "1"}, headers=headers)
         await scheduler.stop(0)
         return answer
 
@@ -56,20 +56,20 @@ def stalled(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semaphore) -> None:
     async def run() -> None:
-        scheduler = Scheduler(tiny(), "tiny", batch_size=2)
+        scheduler = Scheduler({"tiny": tiny()}, batch_size=2)
         scheduler.start()
-        work = [Work(request, CONFIG, True) for request in make_requests(scheduler.lm, ["abc", "f"], CONFIG)]
-        first = scheduler.submit(work[:1], owner="a")
+        work = [Work(request, CONFIG, True) for request in make_requests(scheduler.models["tiny"].lm, ["abc", "f"], CONFIG)]
+        first = scheduler.submit("tiny", work[:1], owner="a")
         stalled.release()
         await anext(first)
-        loading = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+        loading = asyncio.create_task(scheduler.replace_weights("tiny", lambda: None, "new"))
         await asyncio.sleep(0)
         loading.cancel()
         await asyncio.gather(loading, return_exceptions=True)
-        second = scheduler.submit(work[1:], owner="b")
+        second = scheduler.submit("tiny", work[1:], owner="b")
         stalled.release(3)
         await asyncio.wait_for(anext(second), 30)  # beside the first
-        assert scheduler.version is None
+        assert scheduler.models["tiny"].version is None
         stalled.release(1000)
         await scheduler.stop(0)
 
@@ -78,22 +78,22 @@ def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semapho
 
 def test_weights_have_a_place_though_as_many_functions_wait_as_may(stalled: threading.Semaphore) -> None:
     async def run() -> None:
-        scheduler = Scheduler(tiny(), "tiny", queue_size=1)
+        scheduler = Scheduler({"tiny": tiny()}, queue_size=1)
         scheduler.start()
-        [request] = make_requests(scheduler.lm, ["abc"], CONFIG)
-        running = scheduler.submit([Work(request, CONFIG)], owner="a")
+        [request] = make_requests(scheduler.models["tiny"].lm, ["abc"], CONFIG)
+        running = scheduler.submit("tiny", [Work(request, CONFIG)], owner="a")
         while not scheduler.metrics.registry.get_sample_value("unmask_running_sequences"):
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(scheduler.between_steps(lambda: "found"))
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
             await scheduler.between_steps(lambda: None)
-        loading = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+        loading = asyncio.create_task(scheduler.replace_weights("tiny", lambda: None, "new"))
         await asyncio.sleep(0)
         stalled.release(1000)
         assert await waiting == "found"
         await loading
-        assert scheduler.version == "new" and [event.version async for event in running] == [None]
+        assert scheduler.models["tiny"].version == "new" and [event.version async for event in running] == [None]
         await scheduler.stop(0)
 
     asyncio.run(run())

@@ -30,7 +30,7 @@ def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int |
 
     async def run() -> list[list[Trace]]:
         async with scheduling(lm, batch_size=5) as scheduler:
-            asked = [traces(scheduler.submit(works(lm, prompts, config), owner=f"{i}")) for i, config in enumerate(configs)]
+            asked = [traces(scheduler.submit("tiny", works(lm, prompts, config), owner=f"{i}")) for i, config in enumerate(configs)]
             return await asyncio.gather(*asked)
 
     for config, found in zip(configs, asyncio.run(run()), strict=True):
@@ -46,7 +46,7 @@ def test_frames_replay_to_the_canvas_and_the_last_comes_with_the_trace() -> None
 
     async def run() -> list[Event]:
         async with scheduling(lm, batch_size=2) as scheduler:
-            return await collect(scheduler.submit(works(lm, ["abc", "f", "dd"], frames=True), owner="a"))
+            return await collect(scheduler.submit("tiny", works(lm, ["abc", "f", "dd"], frames=True), owner="a"))
 
     events = asyncio.run(run())
     for index, work in enumerate(works(lm, ["abc", "f", "dd"])):
@@ -65,7 +65,7 @@ def test_owners_take_turns(stalled: threading.Semaphore) -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
 
             async def ask(owner: str, count: int, priority: int = 0) -> None:
-                async for event in scheduler.submit(works(lm, ["abc"] * count), owner=owner, priority=priority):
+                async for event in scheduler.submit("tiny", works(lm, ["abc"] * count), owner=owner, priority=priority):
                     order.append((owner, priority, event.index))
 
             value = scheduler.metrics.registry.get_sample_value
@@ -86,16 +86,16 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Sema
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=3) as scheduler:
-            running = scheduler.submit(works(lm, ["abc"]), owner="a")
+            running = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = scheduler.submit(works(lm, ["abc"] * 3), owner="a")
+            waiting = scheduler.submit("tiny", works(lm, ["abc"] * 3), owner="a")
             with pytest.raises(OverloadedError, match=r"too many requests wait\. Try again in") as refused:
-                scheduler.submit(works(lm, ["f"]), owner="b")
+                scheduler.submit("tiny", works(lm, ["f"]), owner="b")
             assert refused.value.status == 429 and 1 <= refused.value.retry_after <= 300
             with pytest.raises(GenerationError, match=r"4 sequences at once, of 3 that may wait.*--queue-size"):
-                scheduler.submit(works(lm, ["f"] * 4), owner="b")
+                scheduler.submit("tiny", works(lm, ["f"] * 4), owner="b")
             await waiting.aclose()  # frees its places at once, though a step is under way
-            late = scheduler.submit(works(lm, ["f"]), owner="b")
+            late = scheduler.submit("tiny", works(lm, ["f"]), owner="b")
             stalled.release(1000)
             assert outline(await traces(running)) == await alone(scheduler, "abc")
             assert outline(await traces(late)) == await alone(scheduler, "f")
@@ -108,12 +108,12 @@ def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threa
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=4) as scheduler:
-            running = scheduler.submit(works(lm, ["abc"]), owner="greedy")
+            running = scheduler.submit("tiny", works(lm, ["abc"]), owner="greedy")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = [scheduler.submit(works(lm, ["f"]), owner="greedy") for _ in range(4)]
-            modest = [scheduler.submit(works(lm, ["abc"]), owner="modest") for _ in range(2)]
+            waiting = [scheduler.submit("tiny", works(lm, ["f"]), owner="greedy") for _ in range(4)]
+            modest = [scheduler.submit("tiny", works(lm, ["abc"]), owner="modest") for _ in range(2)]
             with pytest.raises(OverloadedError):  # it has as many as whoever has most
-                scheduler.submit(works(lm, ["abc"]), owner="modest")
+                scheduler.submit("tiny", works(lm, ["abc"]), owner="modest")
             stalled.release(1000)
             for events in (running, *modest):
                 assert outline(await traces(events)) == await alone(scheduler, "abc")
@@ -131,10 +131,10 @@ def test_all_sequences_of_a_submission_are_of_the_same_weights(stalled: threadin
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
-            begun = scheduler.submit(works(lm, ["abc", "f", "dd"]), owner="a")
+            begun = scheduler.submit("tiny", works(lm, ["abc", "f", "dd"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = scheduler.submit(works(lm, ["abc"]), owner="b")
-            loaded = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+            waiting = scheduler.submit("tiny", works(lm, ["abc"]), owner="b")
+            loaded = asyncio.create_task(scheduler.replace_weights("tiny", lambda: None, "new"))
             await asyncio.sleep(0)
             stalled.release(1000)
             assert {event.version for event in await collect(begun)} == {None}
@@ -150,27 +150,29 @@ def test_new_weights_enter_when_nothing_runs_and_those_who_wait_get_them(stalled
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
-            running = scheduler.submit(works(lm, ["abc"]), owner="a")
+            running = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            old = scheduler.submit(works(lm, ["abc"]), owner="a")
+            old = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             loaded = asyncio.create_task(
-                scheduler.replace_weights(lambda: steps_before.append(int(scheduler.metrics.forward_passes._value.get())), "new")
+                scheduler.replace_weights(
+                    "tiny", lambda: steps_before.append(int(scheduler.metrics.forward_passes.labels("tiny")._value.get())), "new"
+                )
             )
             await asyncio.sleep(0)
             stalled.release(1000)
             await loaded
-            assert scheduler.version == "new" and len(await traces(running)) == 1
+            assert scheduler.models["tiny"].version == "new" and len(await traces(running)) == 1
             assert len(await traces(old)) == 1  # it named no weights
             with pytest.raises(OtherWeightsError, match=r"version: the weights are 'new', not 'old'\. Send them with POST /v1/weights"):
-                scheduler.submit(works(lm, ["abc"]), owner="a", version="old")
-            assert len(await traces(scheduler.submit(works(lm, ["abc"]), owner="a", version="new"))) == 1
+                scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="old")
+            assert len(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="new"))) == 1
 
             def refuse() -> None:
                 raise UnmaskError("of another model")
 
             with pytest.raises(UnmaskError, match="of another model"):
-                await scheduler.replace_weights(refuse, "worse")
-            assert scheduler.version == "new"
+                await scheduler.replace_weights("tiny", refuse, "worse")
+            assert scheduler.models["tiny"].version == "new"
 
     asyncio.run(run())
     assert steps_before == [8]  # those of the first sequence, and none of the one that waited
@@ -181,11 +183,11 @@ def test_weights_that_are_replaced_while_a_request_waits_for_its_own_refuse_it(s
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1) as scheduler:
-            await scheduler.replace_weights(lambda: None, "1")
-            running = scheduler.submit(works(lm, ["abc"]), owner="a", version="1")
+            await scheduler.replace_weights("tiny", lambda: None, "1")
+            running = scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="1")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = scheduler.submit(works(lm, ["abc"]), owner="a", version="1")
-            loaded = asyncio.create_task(scheduler.replace_weights(lambda: None, "2"))
+            waiting = scheduler.submit("tiny", works(lm, ["abc"]), owner="a", version="1")
+            loaded = asyncio.create_task(scheduler.replace_weights("tiny", lambda: None, "2"))
             await asyncio.sleep(0)
             stalled.release(1000)
             await loaded
@@ -201,8 +203,8 @@ def test_functions_run_one_between_two_steps_and_their_errors_are_the_callers(st
 
     async def run() -> None:
         async with scheduling(lm, batch_size=1, queue_size=2) as scheduler:
-            passes = scheduler.metrics.forward_passes._value.get
-            running = scheduler.submit(works(lm, ["abc"]), owner="a")
+            passes = scheduler.metrics.forward_passes.labels("tiny")._value.get
+            running = scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
 
             def look() -> str:
@@ -232,7 +234,7 @@ def test_an_idle_engine_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         async with scheduling(lm) as scheduler:
-            await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))
+            await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
             await asyncio.sleep(0.02)
             before, began = len(waits), time.thread_time()
             await asyncio.sleep(0.3)

@@ -19,7 +19,8 @@ from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_infill_requests
-from unmask.serving.scheduler import MOST_FAILURES, Scheduler
+from unmask.serving.model_engine import MOST_FAILURES
+from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import ServiceError, StoppedError, TimeLimitError, Work
 
 
@@ -30,7 +31,9 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
             value = scheduler.metrics.registry.get_sample_value
-            events = scheduler.submit(works(lm, ["abc"] * 6, LONG, frames=True), owner="a", timeout=0.5 if how == "expired" else None)
+            events = scheduler.submit(
+                "tiny", works(lm, ["abc"] * 6, LONG, frames=True), owner="a", timeout=0.5 if how == "expired" else None
+            )
             await until(lambda: value("unmask_running_sequences") == 4)
             if how != "never begun":
                 stalled.release()
@@ -54,10 +57,10 @@ def test_who_leaves_frees_the_slots_within_a_step(how: str, stalled: threading.S
             await until(lambda: value("unmask_queue_length") == 0)
             stalled.release()
             await until(lambda: value("unmask_running_sequences") == 0)
-            assert value("unmask_sequences_total", {"outcome": "cancelled"}) == 4
+            assert value("unmask_sequences_total", {"model": "tiny", "outcome": "cancelled"}) == 4
             assert not scheduler._open
             stalled.release(1000)
-            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
+            assert outline(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
 
     asyncio.run(run())
 
@@ -75,16 +78,19 @@ def test_a_step_that_fails_ends_what_ran_and_the_server_goes_on(monkeypatch: pyt
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
             for _ in range(MOST_FAILURES):
-                bad = scheduler.submit(works(lm, ["abc"], first_key=13), owner="a")
+                bad = scheduler.submit("tiny", works(lm, ["abc"], first_key=13), owner="a")
                 with pytest.raises(ServiceError, match=r"the engine failed while this request ran\. Send it again") as failed:
                     await collect(bad)
                 assert failed.value.status == 500 and "secret" not in str(failed.value)
             assert not scheduler.healthy
-            assert outline(await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
-            assert scheduler.healthy and scheduler.metrics.registry.get_sample_value("unmask_engine_failures_total") == MOST_FAILURES
+            assert outline(await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))) == await alone(scheduler, "abc")
+            assert (
+                scheduler.healthy
+                and scheduler.metrics.registry.get_sample_value("unmask_engine_failures_total", {"model": "tiny"}) == MOST_FAILURES
+            )
 
     asyncio.run(run())
-    assert "the engine failed, with 1 sequences" in caplog.text
+    assert "the engine of tiny failed, with 1 sequences" in caplog.text
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), GenerationError("the predictions are NaN")], ids=["any", "its own"])
@@ -104,7 +110,7 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
 
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
-            asked = [scheduler.submit([work], owner="a") for work in works(lm, prompts, frames=True)]
+            asked = [scheduler.submit("tiny", [work], owner="a") for work in works(lm, prompts, frames=True)]
             found = await asyncio.gather(*map(collect, asked), return_exceptions=True)
             for number, (prompt, events) in enumerate(zip(prompts, found, strict=True)):
                 if number == bad:
@@ -130,9 +136,9 @@ def test_an_error_outside_a_step_is_one_requests_error(monkeypatch: pytest.Monke
 
     async def run() -> None:
         async with scheduling(lm, batch_size=2) as scheduler:
-            good = scheduler.submit(works(lm, ["abc", "f"]), owner="a")
+            good = scheduler.submit("tiny", works(lm, ["abc", "f"]), owner="a")
             with pytest.raises(ServiceError, match="the engine failed"):
-                await collect(scheduler.submit(works(lm, ["dd"], first_key=13), owner="b"))
+                await collect(scheduler.submit("tiny", works(lm, ["dd"], first_key=13), owner="b"))
             assert outline(await traces(good)) == [*await alone(scheduler, "abc"), *await alone(scheduler, "f", key=1)]
 
     asyncio.run(run())
@@ -145,9 +151,9 @@ def test_without_an_engine_the_server_ends(monkeypatch: pytest.MonkeyPatch, capl
         async with scheduling(lm, batch_size=2) as scheduler:
             scheduler.on_end = ended.set
             monkeypatch.setattr(Engine, "step", lambda self: 1 / 0)
-            monkeypatch.setattr(scheduler, "_make_engine", lambda: 1 / 0)
+            monkeypatch.setattr(scheduler.models["tiny"], "_make_engine", lambda lm: 1 / 0)
             with pytest.raises(StoppedError):
-                await collect(scheduler.submit(works(lm, ["abc"]), owner="a"))
+                await collect(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
             await asyncio.to_thread(ended.wait, 30)
             assert not scheduler.healthy
 
@@ -162,7 +168,7 @@ def test_what_the_engine_refuses_ends_its_own_submission_only() -> None:
 
     async def run() -> None:
         async with scheduling(lm, batch_size=4) as scheduler:
-            bad, good = scheduler.submit([other, unfit], owner="a"), scheduler.submit(works(lm, ["f"]), owner="b")
+            bad, good = scheduler.submit("tiny", [other, unfit], owner="a"), scheduler.submit("tiny", works(lm, ["f"]), owner="b")
             with pytest.raises(GenerationError, match="the request was made with other settings"):
                 await collect(bad)
             assert outline(await traces(good)) == await alone(scheduler, "f")
@@ -175,13 +181,13 @@ def test_at_the_end_what_was_accepted_finishes() -> None:
 
     async def run() -> list[Trace]:
         async with scheduling(lm, batch_size=1) as scheduler:
-            asked = asyncio.create_task(traces(scheduler.submit(works(lm, ["abc", "f", "dd"]), owner="a")))
+            asked = asyncio.create_task(traces(scheduler.submit("tiny", works(lm, ["abc", "f", "dd"]), owner="a")))
             ending = asyncio.create_task(scheduler.stop(grace=30))
             await asyncio.sleep(0)
             with pytest.raises(StoppedError, match="the server is ending") as stopped:
-                scheduler.submit(works(lm, ["abc"]), owner="a")
+                scheduler.submit("tiny", works(lm, ["abc"]), owner="a")
             with pytest.raises(StoppedError, match="the server is ending"):
-                await scheduler.replace_weights(lambda: None, "1")
+                await scheduler.replace_weights("tiny", lambda: None, "1")
             assert stopped.value.status == 503
             await ending
             return await asked
@@ -193,9 +199,9 @@ def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphor
     lm = tiny()
 
     async def run() -> None:
-        scheduler = Scheduler(lm, "tiny", batch_size=1)
+        scheduler = Scheduler({"tiny": lm}, batch_size=1)
         scheduler.start()
-        asked = asyncio.create_task(collect(scheduler.submit(works(lm, ["abc"] * 3), owner="a")))
+        asked = asyncio.create_task(collect(scheduler.submit("tiny", works(lm, ["abc"] * 3), owner="a")))
         ending = asyncio.create_task(scheduler.stop(grace=0.01))
         with pytest.raises(StoppedError, match=r"the server ended before this request was finished\. Send it again"):
             await asked
@@ -209,20 +215,20 @@ def test_after_the_grace_the_rest_ends_with_an_error(stalled: threading.Semaphor
 def test_an_event_loop_that_ends_leaves_the_engine_to_others() -> None:
     """Loops end while their sequences run: the thread goes on for others."""
     lm = tiny()
-    scheduler = Scheduler(lm, "tiny", batch_size=2)
+    scheduler = Scheduler({"tiny": lm}, batch_size=2)
     scheduler.start()
 
     async def leave() -> None:
-        scheduler.submit(works(lm, ["abc"], LONG), owner="a")
+        scheduler.submit("tiny", works(lm, ["abc"], LONG), owner="a")
 
     async def ask() -> list[Trace]:
         try:
-            return await traces(scheduler.submit(works(lm, ["abc"]), owner="a"))
+            return await traces(scheduler.submit("tiny", works(lm, ["abc"]), owner="a"))
         finally:
             await scheduler.stop(0)
 
     asyncio.run(leave())
-    assert outline(asyncio.run(ask())) == outline(unmask.generate(scheduler.lm, ["abc"], CONFIG, [0]).trace or [])
+    assert outline(asyncio.run(ask())) == outline(unmask.generate(scheduler.models["tiny"].lm, ["abc"], CONFIG, [0]).trace or [])
 
 
 def test_nothing_keeps_a_request_that_has_ended() -> None:
@@ -235,7 +241,7 @@ def test_nothing_keeps_a_request_that_has_ended() -> None:
         async with scheduling(lm) as scheduler:
             requests = make_infill_requests(lm, [f"a{lm.tokenizer.mask_token}b{lm.tokenizer.mask_token}"] * 2, config)
             found = [weakref.ref(gap) for request in requests for gap in request.gaps]
-            events = scheduler.submit([Work(request, config, frames=True) for request in requests], owner="a")
+            events = scheduler.submit("tiny", [Work(request, config, frames=True) for request in requests], owner="a")
             del requests
             await collect(events)
             del events

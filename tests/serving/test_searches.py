@@ -23,6 +23,7 @@ from unmask.generation.engine.engine import Engine
 from unmask.generation.gap_lengths import find_lengths
 from unmask.generation.requests import make_requests
 from unmask.serving.limits import Limits
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai import chat, plans, routes
 from unmask.serving.openai.editor_requests import EditRequest
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
@@ -52,7 +53,7 @@ def test_others_make_a_step_between_any_two_passes_of_a_search(monkeypatch: pyte
     async def run() -> Any:
         async with scheduling(LM, batch_size=2) as scheduler:
             [request] = make_requests(LM, ["abc"], CONFIG)
-            events = scheduler.submit([Work(request, CONFIG, frames=True)], owner="a")
+            events = scheduler.submit("tiny", [Work(request, CONFIG, frames=True)], owner="a")
             await anext(events)
             return await scheduler.search(search, owner="b")
 
@@ -116,15 +117,15 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
                 nonlocal searches
                 searches += 1
                 if searches == 1:
-                    await scheduler.replace_weights(lambda: None, "new")
+                    await scheduler.replace_weights("tiny", lambda: None, "new")
                 return await Scheduler.search(scheduler, function, owner=owner)
 
             monkeypatch.setattr(scheduler, "search", searching)
-            plan = await plan_infill(Context(scheduler, Limits(), "a"), TEXT)
+            plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
             assert plan.weights == 1 and searches == 2
-            await scheduler.replace_weights(lambda: None, "newest")
+            await scheduler.replace_weights("tiny", lambda: None, "newest")
             with pytest.raises(ReplacedError):
-                scheduler.submit(plan.work, owner="a", weights=plan.weights)
+                scheduler.submit("tiny", plan.work, owner="a", weights=plan.weights)
 
     asyncio.run(run())
 
@@ -134,15 +135,15 @@ def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semapho
 
     async def run() -> None:
         async with scheduling(LM, batch_size=1) as scheduler:
-            plan = await plan_infill(Context(scheduler, Limits(), "a"), TEXT)
-            others = scheduler.submit(works(LM, ["abc"]), owner="a")
+            plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
+            others = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = scheduler.submit(works(LM, ["abc"]), owner="b")
-            filling = scheduler.submit(plan.work, owner="a", weights=plan.weights)
-            loading = asyncio.create_task(scheduler.replace_weights(lambda: None, "new"))
+            waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="b")
+            filling = scheduler.submit("tiny", plan.work, owner="a", weights=plan.weights)
+            loading = asyncio.create_task(scheduler.replace_weights("tiny", lambda: None, "new"))
             await asyncio.sleep(0)
             with pytest.raises(ReplacedError):  # what is prepared now would hold them up
-                scheduler.submit(plan.work, owner="a", weights=plan.weights)
+                scheduler.submit("tiny", plan.work, owner="a", weights=plan.weights)
             stalled.release(1000)
             assert {event.version for event in await collect(filling)} == {None}
             await loading
@@ -166,9 +167,9 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
 
         async def planned(context: Context, body: InfillRequest) -> plans.Plan:
             plan = await infill(context, body)
-            versions.append(scheduler.version)
+            versions.append(context.service.version)
             if len(versions) == 1:
-                await scheduler.replace_weights(load, "new")
+                await scheduler.replace_weights("tiny", load, "new")
             return plan
 
         monkeypatch.setattr(routes, "plan_infill", planned)
@@ -181,7 +182,7 @@ def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: 
 def test_a_plan_finds_the_lengths_that_are_found_in_process() -> None:
     async def run() -> Any:
         async with scheduling(LM) as scheduler:
-            context = Context(scheduler, Limits(), "a")
+            context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
             plans = [
                 plan_infill(context, TEXT),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba", max_tokens=9)),
@@ -205,11 +206,11 @@ def test_a_full_queue_refuses_before_anything_is_prepared(stalled: threading.Sem
 
     async def run() -> None:
         async with scheduling(LM, batch_size=1, queue_size=1) as scheduler:
-            first = scheduler.submit(works(LM, ["abc"]), owner="a")
+            first = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
-            waiting = scheduler.submit(works(LM, ["abc"]), owner="a")
+            waiting = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
             monkeypatch.setattr(scheduler, "search", prepare)
-            context = Context(scheduler, Limits(), "a")
+            context = Context(ModelService(scheduler, "tiny"), Limits(), "a")
             for planning in (
                 plan_infill(context, TEXT),
                 plan_completion(context, CompletionRequest(model="tiny", prompt="abcd", suffix="fedcba")),

@@ -79,7 +79,7 @@ def test_sigterm_under_load_loses_no_accepted_answer(tmp_path: Path) -> None:
 
 
 def test_what_is_done_at_the_start_finds_the_port_open() -> None:
-    scheduler, found = Scheduler(tiny(layers=1), "tiny"), []
+    scheduler, found = Scheduler({"tiny": tiny(layers=1)}), []
     with open_port("127.0.0.1", 0) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
 

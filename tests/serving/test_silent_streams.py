@@ -69,10 +69,10 @@ def test_a_reader_that_is_slower_than_the_engine_is_cut_off(monkeypatch: pytest.
 
     async def run() -> None:
         async with scheduling(tiny()) as scheduler:
-            [request] = make_requests(scheduler.lm, ["abc"], config)
-            events = scheduler.submit([Work(request, config, frames=True)], owner="a")
+            [request] = make_requests(scheduler.models["tiny"].lm, ["abc"], config)
+            events = scheduler.submit("tiny", [Work(request, config, frames=True)], owner="a")
             value = scheduler.metrics.registry.get_sample_value
-            while not any(value("unmask_sequences_total", {"outcome": outcome}) for outcome in ("cancelled", "finished")):
+            while not any(value("unmask_sequences_total", {"model": "tiny", "outcome": outcome}) for outcome in ("cancelled", "finished")):
                 await asyncio.sleep(0.001)
             with pytest.raises(SlowReaderError, match="10 events wait to be read"):
                 async for _ in events:

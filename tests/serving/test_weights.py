@@ -13,7 +13,7 @@ import torch
 
 import unmask
 from tests.generation.tiny_models import tiny
-from tests.serving.servers import ADMIN, http_get, http_post, served
+from tests.serving.servers import ADMIN, http_get, http_post, message, other_weights, served
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
@@ -21,14 +21,6 @@ from unmask.serving import weights
 from unmask.serving.app import AppSettings
 
 Post = Callable[..., httpx.Response]
-
-
-def other_weights(lm: DiffusionLM) -> DiffusionLM:
-    """The same model with other weights, as after further training."""
-    trained, generator = lm.frozen_copy(), torch.Generator().manual_seed(7)
-    for weight in trained.model.parameters():
-        weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return trained
 
 
 @pytest.fixture
@@ -46,13 +38,9 @@ def post(lm: DiffusionLM, tmp_path: Path) -> Iterator[Post]:
     with served(lm, settings) as url:
 
         def send(path: Any, version: Any = "1", headers: dict[str, str] = ADMIN) -> httpx.Response:
-            return http_post(f"{url}/v1/weights", json={"path": str(path), "version": version}, headers=headers)
+            return http_post(f"{url}/v1/weights", json={"model": "tiny", "path": str(path), "version": version}, headers=headers)
 
         yield send
-
-
-def message(answer: httpx.Response) -> str:
-    return str(answer.json()["error"]["message"])
 
 
 def test_new_weights_are_served_in_the_memory_of_the_old(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
@@ -77,7 +65,7 @@ def test_without_the_admin_key_nothing_changes(post: Post, lm: DiffusionLM, tmp_
 def test_the_api_key_opens_no_weights_and_the_admin_key_nothing_else(lm: DiffusionLM, tmp_path: Path) -> None:
     settings = AppSettings(api_keys=("api",), admin_key="admin", weights_from=(tmp_path,))
     with served(lm, settings) as url:
-        body = {"path": "own", "version": "1"}
+        body = {"model": "tiny", "path": "own", "version": "1"}
         statuses = [
             http_post(f"{url}/v1/weights", json=body, headers={"Authorization": f"Bearer {key}"}).status_code for key in ("api", "admin")
         ]
@@ -89,7 +77,7 @@ def test_weights_are_never_replaced_without_a_key_of_its_own(lm: DiffusionLM, tm
     with pytest.raises(ConfigError, match=r"--weights-from: weights may be replaced only with a key of its own\. Set UNMASK_ADMIN_KEY to"):
         AppSettings(weights_from=(tmp_path,))
     with served(lm, AppSettings(admin_key="admin")) as url:
-        assert http_post(f"{url}/v1/weights", json={"path": "own", "version": "1"}, headers=ADMIN).status_code == 404
+        assert http_post(f"{url}/v1/weights", json={"model": "tiny", "path": "own", "version": "1"}, headers=ADMIN).status_code == 404
 
 
 def test_folders_elsewhere_are_refused_and_not_told_from_absent_ones(post: Post, lm: DiffusionLM, tmp_path: Path) -> None:
@@ -150,7 +138,8 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
 
 
 def test_other_bodies_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
-    bodies: list[Any] = [{}, {"path": "new"}, {"path": "new", "version": ""}, {"path": 1, "version": "1"}, [], {"path": "", "version": "1"}]
+    fields = [{"path": "new"}, {"path": "new", "version": ""}, {"path": 1, "version": "1"}, {"path": "", "version": "1"}]
+    bodies: list[Any] = [{}, [], {"path": "new", "version": "1"}, *({"model": "tiny", **each} for each in fields)]
     with served(lm, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
         statuses = [http_post(f"{url}/v1/weights", json=body, headers=ADMIN).status_code for body in bodies]
     assert statuses == [400] * len(bodies)

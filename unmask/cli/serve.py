@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,10 @@ from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
 from unmask.redaction import shown
 
+if TYPE_CHECKING:
+    from unmask.models.diffusion_lm import DiffusionLM
+    from unmask.serving.scheduler import Scheduler
+
 
 @spread_configs
 def serve(
@@ -23,8 +28,10 @@ def serve(
     host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
+    adapters: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapters on MODEL; repeatable.")] = None,
+    more_models: Annotated[list[str] | None, typer.Option("--model", metavar="NAME=PATH", help="Another model; repeatable.")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once.")] = 8,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of what runs at once, padding included.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a model's running sequences, padded.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Compute every sequence separately: company changes no last bit of an answer; slow.")
@@ -45,10 +52,9 @@ def serve(
     ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, with its prompt.")] = False,
 ) -> None:
-    """Serve a model over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
+    """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
-    from unmask.models.load import load
     from unmask.serving.app import AppSettings, make_app
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
@@ -56,6 +62,7 @@ def serve(
     from unmask.serving.scheduler import Scheduler
     from unmask.serving.server import make_server, open_port
 
+    names = names_and_paths(name or name_of(model.path), adapters or (), more_models or ())
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
@@ -68,15 +75,52 @@ def serve(
     if log_requests:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     with open_port(host, port) as listener:
-        lm = load(model.path, **model.load_arguments())
         most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
-        scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
-        address = listener.getsockname()
-        place = f"[{address[0]}]" if ":" in address[0] else address[0]
-        served = f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{place}:{address[1]}"
-        limits, tell = ConnectionLimits(max_connections), partial(typer.echo, served)
+        models, adapted = load_models(model, *names)
+        scheduler = Scheduler(models, adapters=adapted, **most, deterministic=deterministic)
+        limits, tell = ConnectionLimits(max_connections), partial(typer.echo, description(scheduler, *listener.getsockname()[:2]))
         server = make_server(make_app(scheduler, settings), scheduler, connections=limits, grace=grace, on_start=tell)
         server.run(sockets=[listener])
+
+
+def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> tuple[str, dict[str, str], dict[str, str]]:
+    """The name of the first model, and the paths of adapters and of further models by their names, of options NAME=PATH. Raises ConfigError
+    for one without a name or a path, or for a name that is taken."""
+    taken = {name: "MODEL"}
+    found: list[dict[str, str]] = []
+    for option, texts in (("--adapters", adapters), ("--model", models)):
+        paths: dict[str, str] = {}
+        for text in texts:
+            called, _, path = text.partition("=")
+            if not (called and path):
+                remedy = f"Use {option} as in {option} style=runs/style/model"
+                raise ConfigError(f"{text!r} is not NAME=PATH", where=option, remedy=remedy)
+            if called in taken:
+                remedy = "Give every model a name of its own; --name is that of MODEL"
+                raise ConfigError(f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy)
+            taken[called], paths[called] = f"{option} {text}", path
+        found.append(paths)
+    return name, found[0], found[1]
+
+
+def load_models(
+    model: ModelConfig, name: str, adapters: dict[str, str], more: dict[str, str]
+) -> tuple[dict[str, DiffusionLM], dict[str, DiffusionLM]]:
+    """The models by their names, and those that are adapters on the first one."""
+    from unmask.models.load import load
+    from unmask.models.stored_adapters import load_adapters
+
+    options = model.load_arguments()
+    models = {called: load(path, **options) for called, path in {name: model.path, **more}.items()}
+    return models, {called: load_adapters(models[name], path) for called, path in adapters.items()}
+
+
+def description(scheduler: Scheduler, host: str, port: int) -> str:
+    """What is served, and where."""
+    [name, first], *others = [(model.name, model.lm) for model in scheduler.models.values()]
+    more = "".join(f", {shown(str(lm))} as {shown(called)}" for called, lm in others)
+    place = f"[{host}]" if ":" in host else host
+    return f"{shown(str(first))} is served as {shown(name)}{more} at http://{place}:{port}"
 
 
 def keys_of(file: Path | None) -> tuple[str, ...]:

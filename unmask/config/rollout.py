@@ -13,7 +13,7 @@ from unmask.errors import ConfigError
 
 NEUTRAL = OnResume.NEUTRAL
 OF_SERVERS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
-USED_BY = {"local": {"backend"}, "server": OF_SERVERS, "vllm": OF_SERVERS | {"model", "sync"}}
+USED_BY = {"local": {"backend"}, "server": OF_SERVERS | {"model"}, "vllm": OF_SERVERS | {"model", "sync"}}
 VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
 VLLM_READS |= {"seed", "batch_size"}
 """The sampler settings that a vLLM server supports."""
@@ -41,7 +41,7 @@ class RolloutConfig(Config):
     url: Annotated[str | None, NEUTRAL] = None
     """The address of the server, such as http://localhost:8000."""
     model: str | None = None
-    """The model's name on a vLLM server; unset: the only one it serves."""
+    """The model's name on the server; unset: the only one of a vLLM server, the first one of `unmask serve`."""
     sync: Annotated[Literal["disk", "lora", "nccl"], NEUTRAL] = "disk"
     """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
     folder: Annotated[str | None, NEUTRAL] = None

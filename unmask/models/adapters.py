@@ -32,10 +32,16 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         ConfigError: PEFT finds no module for them, or one would be on the output head, which computes selected rows only.
     """
     from peft import prepare_model_for_kbit_training
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
     if quantised(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
+    return add_adapters(lm, peft_config)
+
+
+def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
+    """As `with_adapters`, with quantised weights as they are: for inference."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     try:
         with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
             adapted = _wrapped(lm.model, peft_config)

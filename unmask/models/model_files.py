@@ -50,7 +50,7 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
         remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     with reading("cannot load a model config", where, "Give a model folder or a hub id"):
-        _refuse_irregular(folder)
+        refuse_irregular(folder)
         published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
         if not isinstance(published, dict):
             raise ValueError("config.json is not a JSON object")
@@ -75,7 +75,7 @@ def read_tokenizer(
     whether special tokens that texts spell are tokens."""
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     with reading("no usable tokenizer", where, remedy):
-        _refuse_irregular(pathlib.Path(where))
+        refuse_irregular(pathlib.Path(where))
         if config is None:
             with suppress(OSError):  # a tokenizer may be without a config, which transformers reads for its class
                 _refuse_counts(PretrainedConfig.get_config_dict(where, **hub_options)[0])
@@ -100,7 +100,7 @@ def _refuse_counts(published: Any) -> None:
             raise ValueError(f"{name} is {value}, but at most {MAX_COUNT:,} are read")
 
 
-def _refuse_irregular(folder: pathlib.Path) -> None:
+def refuse_irregular(folder: pathlib.Path) -> None:
     """Raise ValueError for a FIFO or a device in a folder, which to read would hang, and for a text without end."""
     if not folder.is_dir():
         return

@@ -23,6 +23,7 @@ from unmask.serving.errors import add_error_handlers, error_response
 from unmask.serving.limits import Limits
 from unmask.serving.metrics import CountRequests, Metrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai import routes
 from unmask.serving.scheduler import Scheduler
 
@@ -82,7 +83,8 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
     add_error_handlers(app)
     app.add_exception_handler(Exception, _failed)
     _add_state(app, scheduler)
-    app.include_router(routes.make_router(scheduler, settings.limits))
+    services = {name: ModelService(scheduler, name) for name in scheduler.models}
+    app.include_router(routes.make_router(services, settings.limits))
     if settings.admin_key and settings.weights_from:
         app.include_router(weights.make_router(scheduler, settings.weights_from, settings.admin_key))
     if (PLAYGROUND / "index.html").is_file():
@@ -103,7 +105,7 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
 def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
     @app.get(HEALTH)
     async def health() -> Response:
-        """Whether the engine works."""
+        """Whether the engines work."""
         return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
 
     @app.get("/metrics")

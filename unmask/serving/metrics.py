@@ -25,12 +25,12 @@ class Metrics:
         )
         self.queue_length = Gauge("unmask_queue_length", "Sequences that wait.", **own)
         self.running = Gauge("unmask_running_sequences", "Sequences that are denoised.", **own)
-        self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["outcome"], **own)
-        self.prompt_tokens = Counter("unmask_prompt_tokens", "Tokens that were given, of finished sequences.", **own)
-        self.tokens = Counter("unmask_tokens", "Tokens that were revealed, of finished sequences.", **own)
-        self.forward_passes = Counter("unmask_forward_passes", "Forward passes, of any number of sequences.", **own)
-        self.engine_seconds = Counter("unmask_engine_seconds", "Time in the engine's steps.", **own)
-        self.engine_failures = Counter("unmask_engine_failures", "Steps of the engine that failed.", **own)
+        self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["model", "outcome"], **own)
+        self.prompt_tokens = Counter("unmask_prompt_tokens", "Tokens that were given, of finished sequences.", ["model"], **own)
+        self.tokens = Counter("unmask_tokens", "Tokens that were revealed, of finished sequences.", ["model"], **own)
+        self.forward_passes = Counter("unmask_forward_passes", "Forward passes, of any number of sequences.", ["model"], **own)
+        self.engine_seconds = Counter("unmask_engine_seconds", "Time in the engine's steps.", ["model"], **own)
+        self.engine_failures = Counter("unmask_engine_failures", "Steps of the engine that failed.", ["model"], **own)
         self.first_frame_seconds = Histogram(
             "unmask_first_frame_seconds", "From a request to the first frame of a sequence that is streamed.", buckets=SECONDS, **own
         )

@@ -1,7 +1,8 @@
-"""The engine of a server: one thread owns it, and the event loop hands it sequences and gets their frames back.
+"""The engines of a server, one for each model: one thread owns them, and the event loop hands it sequences and gets their frames back.
 
-Sequences wait in a bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has left. New weights
-enter between steps as well, once all that has begun on the old ones, or was prepared with them, is finished: every answer is of one model.
+Sequences of all models wait in one bounded queue in which owners take turns (`fair_queue.py`), and enter between steps, whenever one has
+left. The engines take turns, a step each. New weights of a model enter between steps as well, once all that has begun on the old ones, or
+was prepared with them, is finished: every answer is of one version.
 
 A step that fails may be the fault of one sequence. Those that ran start again, one by one: their answers do not depend on company.
 """
@@ -14,30 +15,21 @@ import logging
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import replace
-from time import monotonic, perf_counter
+from functools import partial
+from time import monotonic
 from typing import Any
 
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Watched
-from unmask.generation.output import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
-from unmask.serving.service import (
-    BetweenSteps,
-    Event,
-    OtherWeightsError,
-    OverloadedError,
-    ReplacedError,
-    Result,
-    ServiceError,
-    StoppedError,
-    Work,
-)
+from unmask.serving.model_engine import MOST_FAILURES, ModelEngine
+from unmask.serving.service import BetweenSteps, OtherWeightsError, OverloadedError, ReplacedError, Result, ServiceError, StoppedError, Work
 from unmask.serving.side_work import Job, SideWork
 from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
@@ -48,42 +40,48 @@ LONGEST_RETRY = 300  # seconds
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
 ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
-MOST_FAILURES = 3
-"""Sequences that fail alone, one after the other, before the server counts as broken."""
 
 
 class Scheduler:
-    """Generates for many at once: the `Service` of a server. `start` it, and `stop` it at the end.
+    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. `ModelService` is the service of one
+    of its models.
 
     A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new engine.
 
     Args:
-        batch_size: the most sequences that run at once.
-        max_batch_tokens: as of `Engine`.
-        queue_size: the most sequences that wait.
+        models: by the names that clients give.
+        adapters: models that share the weights of the first one, by their names.
+        batch_size: the most sequences that run at once, of all models.
+        max_batch_tokens: as of `Engine`, for each model.
+        queue_size: the most sequences that wait, for all models.
         deterministic: whether every sequence is computed separately, so that company does not change the last bits of its answer.
 
     Attributes:
-        on_end: is called in the engine's thread when that ends, because it was stopped or because no new engine could be made.
+        models: all of them, by name, the first one first.
+        on_end: is called in the engines' thread when that ends, because it was stopped or because no new engine could be made.
     """
 
     def __init__(
         self,
-        lm: DiffusionLM,
-        name: str,
+        models: Mapping[str, DiffusionLM],
         *,
+        adapters: Mapping[str, DiffusionLM] | None = None,
         batch_size: int = 8,
         max_batch_tokens: int | None = None,
         queue_size: int = 256,
         deterministic: bool = False,
         metrics: Metrics | None = None,
     ):
-        self.lm, self.name, self.queue_size, self.deterministic = lm, name, queue_size, deterministic
-        self.version: str | None = None
-        self.weights = 0
+        self.batch_size, self.queue_size, self.deterministic = batch_size, queue_size, deterministic
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
-        self._make_engine = lambda: Engine(lm, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
+        make_engine = partial(Engine, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
+        self._ends: deque[float] = deque([monotonic()], maxlen=RECENT)  # when recent sequences ended
+        parents = {**dict.fromkeys(models), **dict.fromkeys(adapters or {}, next(iter(models)))}
+        self.models = {
+            name: ModelEngine(lm, name, parents[name], make_engine, self.metrics, self._ends)
+            for name, lm in {**models, **(adapters or {})}.items()
+        }
         self._aside, self._searches = SideWork(ASIDE_AT_ONCE, MOST_WAITING), SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
         self._changed = threading.Condition()  # guards the following
@@ -91,21 +89,21 @@ class Scheduler:
         self._jobs: deque[Job] = deque()
         self._open: set[Submission] = set()
         self._stopping = False
-        self._engine = self._make_engine()  # the engine's thread owns the following
-        self._running: dict[int, Entry] = {}  # by ticket
-        self._again: deque[Entry] = deque()  # which run one by one, before all others
-        self._failures = 0  # one after the other
-        self._ends: deque[float] = deque([monotonic()], maxlen=RECENT)  # when recent sequences ended
+        self._again: deque[Entry] = deque()  # which run one by one, before all others; the engines' thread owns it
         self.metrics.queue_length.set_function(self._queue.__len__)
-        self.metrics.running.set_function(self._running.__len__)
+        self.metrics.running.set_function(lambda: self._num_running)
 
     @property
     def healthy(self) -> bool:
-        """Whether the engine works."""
-        return self._thread.is_alive() and self._failures < MOST_FAILURES
+        """Whether all engines work."""
+        return self._thread.is_alive() and all(model.failures < MOST_FAILURES for model in self.models.values())
+
+    @property
+    def _num_running(self) -> int:
+        return sum(len(model.running) for model in self.models.values())
 
     def start(self) -> None:
-        """Start the engine's thread."""
+        """Start the engines' thread."""
         self._thread.start()
 
     async def stop(self, grace: float = 30.0) -> None:
@@ -123,6 +121,7 @@ class Scheduler:
 
     def submit(
         self,
+        model: str,
         work: Sequence[Work],
         *,
         owner: str,
@@ -132,18 +131,18 @@ class Scheduler:
         version: str | None = None,
         weights: int | None = None,
     ) -> Events:
-        """As of `Service`. Refusals are raised here, before the first event, and later ones by the iterator."""
-        self.check_version(version)
+        """As of `Service`, for the model of this name. Refusals are raised here, before the first event, and later ones by the iterator."""
+        self.models[model].check_version(version)
         if self.deterministic:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
-            if weights is not None and (weights != self.weights or any(job.exclusive for job in self._jobs)):
+            if weights is not None and (weights != self.models[model].weights or any(job.model == model for job in self._jobs)):
                 raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
-            submission = Submission(work, version, timeout, since, self._forget, prepared=weights is not None)
+            submission = Submission(model, work, version, timeout, since, self._forget, prepared=weights is not None)
             for index, each in enumerate(work):
-                watched = Watched(each.request, self.lm.mask_token_id) if each.frames else None
+                watched = Watched(each.request, self.models[model].lm.mask_token_id) if each.frames else None
                 self._queue.push(Entry(submission, index, watched), owner, priority)
             self._open.add(submission)
             self._changed.notify()
@@ -154,12 +153,6 @@ class Scheduler:
         with self._changed:
             self._check_stopping()
             self._gives_way(count, owner)
-
-    def check_version(self, version: str | None) -> None:
-        """As of `Service`."""
-        if version not in (None, self.version):
-            what = f"the weights are {self.version!r}, not {version!r}"
-            raise OtherWeightsError(what, where="version", remedy="Send them with POST /v1/weights, or name no version")
 
     async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
         """As of `Service`."""
@@ -182,24 +175,24 @@ class Scheduler:
             left.set()
 
     async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Run a function that needs the model in the engine's thread, between two steps. Errors as it raises, StoppedError, and
+        """Run a function that needs a model in the engines' thread, between two steps. Errors as it raises, StoppedError, and
         OverloadedError if as many functions wait as sequences may."""
-        return await self._do(Job(function, exclusive=False))
+        return await self._do(Job(function))
 
-    async def replace_weights(self, load: Callable[[], None], version: str) -> None:
-        """Call `load` in the engine's thread once the submissions that have begun, or were prepared with the old weights, are finished. The
-        others get the new weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
+    async def replace_weights(self, model: str, load: Callable[[], None], version: str) -> None:
+        """Call `load` in the engines' thread once the submissions to this model that have begun, or were prepared with its old weights, are
+        finished. The others get the new weights, unless they name others. Raises what `load` raises; the weights then keep their name."""
 
         def replace() -> None:
             load()
-            self.version = version
+            self.models[model].version = version
 
-        await self._do(Job(replace, exclusive=True))
+        await self._do(Job(replace, model))
 
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if sum(other.exclusive == job.exclusive for other in self._jobs) >= self.queue_size:
+            if sum(other.model == job.model for other in self._jobs) >= self.queue_size:
                 raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
@@ -258,21 +251,17 @@ class Scheduler:
             if job.done.set_running_or_notify_cancel():
                 job.done.set_exception(stopped)
 
-    # In the engine's thread
+    # In the engines' thread
 
     def _run(self) -> None:
         try:
             while self._wait():
-                stepping = False
-                try:
-                    self._drop_unwanted()
-                    self._do_job()
-                    self._admit()
-                    stepping = bool(self._running)
-                    if stepping:
-                        self._step()
-                except Exception as error:  # user code: of a model, on any device; the state of the engine is unknown
-                    self._recover(error, stepping=stepping)
+                self._drop_unwanted()
+                self._do_job()
+                self._admit()
+                for model in [model for model in self.models.values() if model.running]:
+                    with self._recovering(model, stepping=True):
+                        self._deliver(model.step())
         except Exception:  # user code: a model of which no engine can be made any more
             logger.exception("the engine cannot go on")
         finally:
@@ -282,101 +271,74 @@ class Scheduler:
     def _wait(self) -> bool:
         """Wait until there is something to do; False: the server ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._running or self._again or self._queue or self._jobs or self._stopping)
-            return bool(self._running or self._again or self._queue or self._jobs)
+            self._changed.wait_for(lambda: self._num_running or self._again or self._queue or self._jobs or self._stopping)
+            return bool(self._num_running or self._again or self._queue or self._jobs)
 
     def _drop_unwanted(self) -> None:
         with self._changed:
             self._jobs = deque(job for job in self._jobs if not job.done.cancelled())
-        for ticket, entry in list(self._running.items()):
-            if not entry.wanted:
-                self._leave(ticket, "cancelled")
-                self._engine.cancel(ticket)
+        for model in self.models.values():
+            with self._recovering(model):
+                model.drop_unwanted()
 
     def _do_job(self) -> None:
-        """Do the first job, if it may be done now: one between two steps, so that none holds up what runs for long."""
+        """Do the first job that may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
-            busy = self._running or self._again or any(entry.submission.keeps_weights for entry in self._queue)
-            if not self._jobs or (self._jobs[0].exclusive and busy):
+            job = next((job for job in self._jobs if job.model is None or not self._is_busy(job.model)), None)
+            if job is None:
                 return
-            job = self._jobs.popleft()
-            self.weights += job.exclusive
+            self._jobs.remove(job)
+            if job.model is not None:
+                self.models[job.model].weights += 1
         job.run()
 
+    def _is_busy(self, model: str) -> bool:
+        """Whether a submission to a model keeps its weights and is not finished."""
+        begun = any(entry.submission.keeps_weights for entry in self._queue if entry.submission.model == model)
+        return bool(self.models[model].running) or begun or any(entry.submission.model == model for entry in self._again)
+
     def _admit(self) -> None:
-        """Give the engine as many sequences as may run; while a job waits to be alone, only those that have to come before it."""
-        while len(self._running) < self._engine.batch_size and (entry := self._next()):
-            try:
-                self.check_version(entry.submission.version)
-                ticket = self._engine.submit(entry.work.request, entry.work.config)
-            except (GenerationError, OtherWeightsError) as error:
-                self._deliver([(entry.submission, error)])
-            except Exception as error:  # user code: of a model
-                self._deliver([(entry.submission, _failure())])
-                raise error
-            else:
-                self._running[ticket] = entry
+        """Give the engines as many sequences as may run."""
+        while self._num_running < self.batch_size and (entry := self._next()):
+            model = self.models[entry.submission.model]
+            with self._recovering(model):
+                try:
+                    model.enter(entry)
+                except (GenerationError, OtherWeightsError) as error:
+                    self._deliver([(entry.submission, error)])
+                except Exception:  # user code: of a model
+                    self._deliver([(entry.submission, _failure())])
+                    raise
 
     def _next(self) -> Entry | None:
-        """The sequence that enters next; None if it has to wait."""
-        if self._again or any(entry.alone for entry in self._running.values()):
-            return self._again.popleft() if not self._running else None
+        """The sequence that enters next; None if it has to wait. Of a model whose weights wait to be replaced only those of submissions
+        that keep them enter."""
+        if self._again or any(entry.alone for model in self.models.values() for entry in model.running.values()):
+            return self._again.popleft() if not self._num_running else None
         with self._changed:
-            exclusive = bool(self._jobs and self._jobs[0].exclusive)
-            entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or not exclusive)
+            replaced = {job.model for job in self._jobs}
+            entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or entry.submission.model not in replaced)
             if entry is not None:
                 entry.submission.begun = True
             return entry
 
-    def _step(self) -> None:
-        """One step of the engine, and what came of it."""
-        started, passes = perf_counter(), self._engine.num_forward_passes
-        finished = self._engine.step()
-        self.metrics.engine_seconds.inc(perf_counter() - started)
-        self.metrics.forward_passes.inc(self._engine.num_forward_passes - passes)
-        deliveries: Deliveries = [self._finish(ticket, trace) for ticket, trace in finished]
-        for ticket, entry in self._running.items():
-            if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
-                self._measure_first_frame(entry)
-                deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
-        self._failures = 0
-        self._deliver(deliveries)
-
-    def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
-        entry = self._leave(ticket, "finished")
-        revealed = sum(step >= 0 for step in trace.steps)
-        self.metrics.tokens.inc(revealed)
-        self.metrics.prompt_tokens.inc(entry.work.request.length - sum(entry.work.request.hidden))
-        frame = entry.watched.last(trace) if entry.watched is not None else None
-        self._measure_first_frame(entry)
-        return entry.submission, Event(entry.index, frame, trace, self.version)
-
-    def _measure_first_frame(self, entry: Entry) -> None:
-        """The time to the first frame of a sequence that is watched."""
-        if entry.watched is not None and not entry.seen:
-            entry.seen = True
-            self.metrics.first_frame_seconds.observe(monotonic() - entry.submission.started)
-
-    def _leave(self, ticket: int, outcome: str) -> Entry:
-        self.metrics.sequences.labels(outcome).inc()
-        self._ends.append(monotonic())
-        return self._running.pop(ticket)
-
-    def _recover(self, error: Exception, *, stepping: bool) -> None:
-        """Go on with a new engine, in which the sequences that ran start again, each by itself. One whose step failed by itself ends."""
-        logger.error("the engine failed, with %d sequences", len(self._running), exc_info=error)
-        self.metrics.engine_failures.inc()
-        ran, self._engine = list(self._running.items()), self._make_engine()
-        if stepping and len(ran) == 1:
-            [(ticket, entry)] = ran
-            self._leave(ticket, "failed")
-            self._failures += not isinstance(error, GenerationError)
-            self._deliver([(entry.submission, error if isinstance(error, GenerationError) else _failure())])
-            return
-        self._running.clear()
-        for _, entry in ran:
-            entry.alone = True
-            self._again.append(entry)
+    @contextlib.contextmanager
+    def _recovering(self, model: ModelEngine, *, stepping: bool = False) -> Iterator[None]:
+        """Inside, a model that fails goes on with a new engine, in which the sequences that ran start again, each by itself. One whose step
+        failed by itself ends. The sequences of other models go on."""
+        try:
+            yield
+        except Exception as error:  # user code: of a model, on any device; the state of its engine is unknown
+            logger.error("the engine of %s failed, with %d sequences", model.name, len(model.running), exc_info=error)
+            by_itself, ran = stepping and self._num_running == 1, model.renew()
+            if by_itself:
+                model.count_end("failed")
+                model.failures += not isinstance(error, GenerationError)
+                self._deliver([(ran[0].submission, error if isinstance(error, GenerationError) else _failure())])
+                return
+            for entry in ran:
+                entry.alone = True
+                self._again.append(entry)
 
     def _deliver(self, deliveries: Deliveries) -> None:
         """Give events and errors to the event loops of the submissions: one wake-up a loop."""

@@ -120,18 +120,30 @@ class Events(Protocol):
 
 
 class Service(Protocol):
-    """A model that generates for many at once.
+    """A model that generates for many at once."""
 
-    Attributes:
-        name: of the model, as clients give it.
-        version: of its weights, as a client named them; None: the first ones.
-        weights: how often they have been replaced.
-    """
+    @property
+    def lm(self) -> DiffusionLM: ...
 
-    lm: DiffusionLM
-    name: str
-    version: str | None
-    weights: int
+    @property
+    def name(self) -> str:
+        """Of the model, as clients give it."""
+        ...
+
+    @property
+    def parent(self) -> str | None:
+        """The name of the model whose weights it shares, of which it is adapters; None: its weights are its own."""
+        ...
+
+    @property
+    def version(self) -> str | None:
+        """Of its weights, as a client named them; None: the first ones."""
+        ...
+
+    @property
+    def weights(self) -> int:
+        """How often its weights have been replaced."""
+        ...
 
     def check_version(self, version: str | None) -> None:
         """Raise OtherWeightsError if the weights have another name than this one."""

@@ -16,12 +16,12 @@ from unmask.serving.service import OverloadedError, Result
 RETRY_AFTER = 5  # seconds
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """A function that needs the model."""
+    """A function that needs the engines' thread."""
 
     function: Callable[[], Any]
-    exclusive: bool  # whether it waits until no sequence runs, and lets none enter before it
+    model: str | None = None  # of which it waits until no sequence runs, and lets none enter before it; None: it waits for none
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:

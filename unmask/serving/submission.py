@@ -20,6 +20,7 @@ class Submission:
     """Sequences that were submitted together, and their events. The event loop's thread owns it, but for `closed`, which others read.
 
     Attributes:
+        model: the name of the model that generates them.
         closed: whether nobody waits for it any more; its sequences are then dropped between steps.
         dropped: the sequences for which nobody waits any more, which are then dropped as well.
         started: when its request came, by `time.monotonic`.
@@ -29,6 +30,7 @@ class Submission:
 
     def __init__(
         self,
+        model: str,
         work: Sequence[Work],
         version: str | None,
         timeout: float | None,
@@ -37,7 +39,7 @@ class Submission:
         *,
         prepared: bool = False,
     ):
-        self.work, self.version = work, version
+        self.model, self.work, self.version = model, work, version
         self.loop = asyncio.get_running_loop()
         self.closed = self.begun = False
         self.prepared = prepared

@@ -1,4 +1,4 @@
-"""POST /v1/weights: new weights for the model that is served, from folders that the server was started with."""
+"""POST /v1/weights: new weights for a model that is served, from folders that the server was started with."""
 
 from __future__ import annotations
 
@@ -18,14 +18,19 @@ from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.models.stored_adapters import REMEDY as ADAPTERS_REMEDY
+from unmask.models.stored_adapters import replace_adapters
 from unmask.serving.errors import OpenAIRoute
 from unmask.serving.middleware import given_key, keys_match
+from unmask.serving.model_engine import ModelEngine
+from unmask.serving.openai.models import find_model
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import ServiceError
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/weights"
 REMEDY = "Give a folder that DiffusionLM.save wrote from the same model"
+Files = list[tuple[str, int, int, int, int]]
 
 
 class AdminKeyError(ServiceError):
@@ -39,14 +44,17 @@ class NewWeights(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    model: str = Field(min_length=1, max_length=4096)
+    """The model that gets them: a name that `/v1/models` lists."""
     path: str = Field(min_length=1, max_length=4096)
-    """A folder that `DiffusionLM.save` wrote, within those that the server may read; relative to one of them, or absolute."""
+    """A folder that `DiffusionLM.save` wrote, or one with adapters for a model that is adapters, within those that the server may read;
+    relative to one of them, or absolute."""
     version: str = Field(min_length=1, max_length=4096)
     """The name of these weights, by which requests may demand them."""
 
 
 class Served(TypedDict):
-    """The name of the weights that are served."""
+    """The name of the weights that the model serves."""
 
     version: str | None
 
@@ -62,18 +70,28 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
 
     @router.post(PATH, dependencies=[Depends(check_key)])
     async def replace_weights(body: NewWeights) -> Served:
-        """Serve other weights of the same model, once what runs has finished. A refusal changes nothing."""
+        """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
+        model = find_model(scheduler.models, body.model)
+        refuse_shared(model, scheduler)
         folder = await asyncio.to_thread(allowed_folder, body.path, roots)
+        change, remedy = (load_weights, REMEDY) if model.parent is None else (load_adapters, ADAPTERS_REMEDY)
         try:
-            await scheduler.replace_weights(partial(load_weights, scheduler.lm, folder, roots), body.version)
+            await scheduler.replace_weights(body.model, partial(change, model.lm, folder, roots), body.version)
         except (ConfigError, DataError, ModelError) as error:
-            raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=REMEDY) from error
+            raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=remedy) from error
         except (OSError, RuntimeError) as error:  # of the disk, or of the device
             logger.exception("weights cannot be loaded")
-            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
-        return {"version": scheduler.version}
+            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=remedy) from error
+        return {"version": model.version}
 
     return router
+
+
+def refuse_shared(model: ModelEngine, scheduler: Scheduler) -> None:
+    """Raise ModelError for a model on whose weights adapters are: they would be others, too."""
+    if adapters := [other.name for other in scheduler.models.values() if other.parent == model.name]:
+        what = f"the adapters {', '.join(adapters)} are on the weights of {model.name!r}"
+        raise ModelError(what, where="model", remedy="Replace adapters, or start a server without them")
 
 
 def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
@@ -112,12 +130,23 @@ def load_weights(lm: DiffusionLM, folder: Path, roots: Sequence[Path]) -> None:
     shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
-    if _files(folder, roots) != before:
-        raise ModelError("its files changed while they were read", where=where, remedy="Send it again once they are written")
+    _check_unchanged(before, folder, roots)
     lm.model.load_state_dict(weights)
 
 
-def _files(folder: Path, roots: Sequence[Path]) -> list[tuple[str, int, int, int, int]]:
+def load_adapters(lm: DiffusionLM, folder: Path, roots: Sequence[Path]) -> None:
+    """Load the adapters of a folder within the roots into a model that has such ones. ModelError as of `replace_adapters` and
+    `load_weights`; the model then stays as it was."""
+    before = _files(folder, roots)
+    replace_adapters(lm, folder, check=lambda: _check_unchanged(before, folder, roots))
+
+
+def _check_unchanged(before: Files, folder: Path, roots: Sequence[Path]) -> None:
+    if _files(folder, roots) != before:
+        raise ModelError("its files changed while they were read", where=str(folder), remedy="Send it again once they are written")
+
+
+def _files(folder: Path, roots: Sequence[Path]) -> Files:
     """What lies in a folder now: of each file, and of what a link leads to, the inode, the size, and when it changed last, which no program
     can set. Raises ModelError if the folder is not allowed."""
     if allowed_folder(str(folder), roots) != folder:

@@ -30,10 +30,10 @@ from tests.generation.remote.stub_servers import (
     serving,
     write_model,
 )
-from tests.generation.tiny_models import every_pattern, tiny
+from tests.generation.tiny_models import adapted, every_pattern, tiny
 from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served, serving_rollouts
-from unmask.config.run import LoraSettings, RolloutConfig, SamplerConfig
+from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import LocalBackend, ServerBackend, VLLMBackend, in_chunks, make_backend
@@ -45,6 +45,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
 from unmask.rl.rollout import make_rollout
 from unmask.sandbox.launch import usage_of
+from unmask.serving.app import AppSettings
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]
@@ -72,17 +73,6 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
     return RolloutConfig(backend="vllm", url=url, patience=2.0, **values)
 
 
-def adapted(lm: DiffusionLM, seed: int = 0) -> DiffusionLM:
-    """The model with adapters whose weights are not zero."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        trained = with_adapters(lm.frozen_copy(), LoraSettings(r=4, target_modules=["q_proj", "v_proj"]).to_peft())
-        for name, weight in trained.model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(weight, std=0.5)
-    return trained
-
-
 @every_pattern
 def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
     lm = tiny(attention=attention, block_size=block_size)
@@ -97,6 +87,22 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, bloc
         server.close()
     assert generation == unreused(LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS)) != expected
     assert make_rollout(lm, generation, slice(0, 4)).step_BT.max() > 0
+
+
+def test_one_of_several_models_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, other = tiny(), tiny(attention="bidirectional")
+    settings = AppSettings(admin_key="admin", weights_from=(tmp_path,))
+    monkeypatch.setenv("UNMASK_ADMIN_KEY", "admin")
+    with served(copied(other, tmp_path / "other"), settings, more={"policy": copied(lm, tmp_path / "model")}) as url:
+        server, first = make_backend(to_server(url, model="policy"), lm, tmp_path), make_backend(to_server(url), other, tmp_path)
+        server.sync(changed(lm), step=1)
+        found, untouched = server.generate(PROMPTS, CONFIG, KEYS), first.generate(PROMPTS, CONFIG, KEYS)
+        with pytest.raises(GenerationError, match=r"has no model 'absent'\. Set rollout\.model to one of tiny, policy"):
+            make_backend(to_server(url, model="absent"), lm, tmp_path)
+        server.close()
+        first.close()
+    assert found == unreused(LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS))
+    assert untouched == unreused(LocalBackend(other).generate(PROMPTS, CONFIG, KEYS))
 
 
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:

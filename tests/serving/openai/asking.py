@@ -44,7 +44,7 @@ def get(scheduler: Scheduler, path: str) -> httpx.Response:
 
 def ask(scheduler: Scheduler, path: str, limits: Limits | None = None, /, **body: Any) -> httpx.Response:
     """The answer to one request; the model need not be named."""
-    return asyncio.run(post(app_of(scheduler, limits), path, {"model": scheduler.name, **body}))
+    return asyncio.run(post(app_of(scheduler, limits), path, {"model": next(iter(scheduler.models)), **body}))
 
 
 def answer(scheduler: Scheduler, path: str, /, **body: Any) -> Any:

@@ -11,6 +11,7 @@ from tests.generation.tiny_models import tiny
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import ConfigError
 from unmask.serving.limits import Limits
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai import plans
 from unmask.serving.openai.chat import plan_chat
 from unmask.serving.openai.plans import Context, plan_completion
@@ -21,10 +22,10 @@ HALF = {"type": "object", "properties": {"a": {"const": "\ud800"}}}
 
 
 async def planned(lm: Any, plan: Any, body: Any) -> Any:
-    scheduler = Scheduler(lm, "tiny")
+    scheduler = Scheduler({"tiny": lm})
     scheduler.start()
     try:
-        return await plan(Context(scheduler, Limits(), "a"), body)
+        return await plan(Context(ModelService(scheduler, "tiny"), Limits(), "a"), body)
     finally:
         await scheduler.stop(0)
 

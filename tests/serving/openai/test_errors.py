@@ -271,7 +271,7 @@ def test_routes_and_methods_that_are_not_there(service):
 
 
 def test_no_answer_names_a_path(service, monkeypatch):
-    tokenizer = service().lm.tokenizer
+    tokenizer = service().models["tiny"].lm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_template", None)
     monkeypatch.setattr(tokenizer, "name_or_path", "/secret/folder")
     response = ask(service(), "chat/completions", **CHAT)
@@ -291,7 +291,7 @@ def test_a_full_queue_says_when_to_come_back(service, monkeypatch):
 
 def test_other_weights():
     with running(make_model()) as scheduler:
-        asyncio.run(scheduler.replace_weights(lambda: None, "step-3"))
+        asyncio.run(scheduler.replace_weights("tiny", lambda: None, "step-3"))
         assert answer(scheduler, "completions", **TEXT, diffusion={"version": "step-3"})["system_fingerprint"] == "step-3"
         response = ask(scheduler, "completions", **TEXT, diffusion={"version": "step-4"})
     assert response.status_code == 409 and response.json()["error"]["param"] == "diffusion.version"
@@ -319,7 +319,7 @@ def test_an_answer_names_the_weights_that_sampled_it(stream, monkeypatch):
         submit = scheduler.submit
 
         async def replaced(*given, **more):
-            await scheduler.replace_weights(lambda: None, "new")
+            await scheduler.replace_weights("tiny", lambda: None, "new")
             async for event in submit(*given, **more):
                 yield event
 

@@ -101,7 +101,7 @@ def test_random_requests(count, service):
     schedulers = [service(*pattern, eos_bias=draw.choice([0.0, 3.0])) for pattern in PATTERNS]
     for _ in range(count):
         scheduler = draw.choice(schedulers)
-        path, asked = random_request(draw, scheduler.lm)
+        path, asked = random_request(draw, scheduler.models["tiny"].lm)
         whole = answer(scheduler, path, **asked, seed=draw.randrange(100))
         asked["seed"] = whole["diffusion"]["seed"]
         asked["diffusion"] = {**asked.get("diffusion", {}), "stream": "frames"}

@@ -128,7 +128,8 @@ def test_new_weights_are_as_the_schema_says(tmp_path):
     model.save(tmp_path / "new")
     with served(model, AppSettings(admin_key="admin", weights_from=(tmp_path,))) as url:
         api = http_get(f"{url}/openapi.json").json()
-        for body in ({"path": "new", "version": "1"}, {"path": "absent", "version": "1"}):
+        for path in ("new", "absent"):
+            body = {"model": "tiny", "path": path, "version": "1"}
             answered = http_post(f"{url}/v1/weights", json=body, headers=ADMIN)
             assert answered.status_code == (200 if body["path"] == "new" else 400)
             if answered.status_code == 200:

@@ -78,7 +78,7 @@ def test_streams_of_tokens_that_are_pieces_of_words_and_of_characters(seed, of_b
 def test_a_stop_string_ends_the_sequence_early(service):
     scheduler = service(*BLOCKS)
     stop = long_text(*BLOCKS)[2:4]
-    passes = scheduler.metrics.forward_passes._value.get
+    passes = scheduler.metrics.forward_passes.labels("tiny")._value.get
     before = passes()
     usage = answer(scheduler, "completions", **LONG | {"stop": stop})["usage"]
     assert usage["completion_tokens"] == 4 and usage["diffusion"]["denoising_steps"] <= 8
@@ -143,7 +143,7 @@ def test_the_most_probable_tokens_when_each_was_revealed(stop, service):
 
 def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(service, monkeypatch):
     scheduler, threads = service(), []
-    tokenizer, ids = scheduler.lm.tokenizer, model().tokenizer("def f", add_special_tokens=False)["input_ids"]
+    tokenizer, ids = scheduler.models["tiny"].lm.tokenizer, model().tokenizer("def f", add_special_tokens=False)["input_ids"]
     decode = tokenizer.decode
 
     def seen(tokens, **options):
@@ -278,7 +278,7 @@ def test_calls_that_the_model_chooses_to_make(service):
 @pytest.mark.parametrize("attention, block_size", [("causal", None), BLOCKS, ("bidirectional", None)])
 def test_models_tell_what_they_are(attention, block_size):
     with running(make_model(attention, block_size)) as scheduler:
-        asyncio.run(scheduler.replace_weights(lambda: None, "v1"))
+        asyncio.run(scheduler.replace_weights("tiny", lambda: None, "v1"))
         [card] = get(scheduler, "/v1/models").json()["data"]
     assert card["version"] == "v1" and card["diffusion"] == {
         "attention": attention,
@@ -294,7 +294,7 @@ def test_models_tell_what_they_are(attention, block_size):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_disconnect_frees_the_slot(stream, service):
     scheduler, sent = service(*BLOCKS), []
-    passes = scheduler.metrics.forward_passes._value.get
+    passes = scheduler.metrics.forward_passes.labels("tiny")._value.get
     before = passes()
     body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 1500, "stream": stream}).encode()
 

@@ -160,7 +160,7 @@ def test_two_settings_on_one_seed(page: Page, sent: list[dict]) -> None:
 def test_cancelling_frees_the_server_and_keeps_what_was_revealed(page: Page, address: str) -> None:
     def ended(outcome: str) -> float:
         lines = httpx.get(f"{address}/metrics").text.splitlines()
-        name = f'unmask_sequences_total{{outcome="{outcome}"}} '
+        name = f'unmask_sequences_total{{model="tiny",outcome="{outcome}"}} '
         return next((float(line.removeprefix(name)) for line in lines if line.startswith(name)), 0.0)
 
     before = ended("cancelled")

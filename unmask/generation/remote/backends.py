@@ -193,7 +193,8 @@ class ServerBackend(RemoteBackend):
         if not (admin_key := os.environ.get(ADMIN_KEY)):
             remedy = f"Set {ADMIN_KEY} to the server's, which is started with --weights-from {self.folder}"
             raise GenerationError("a server takes weights only with its admin key", where=str(self.config.url), remedy=remedy)
-        body, headers = {"path": str(self.source), "version": self.version}, {"Authorization": f"Bearer {admin_key}"}
+        body = {"model": self.model, "path": str(self.source), "version": self.version}
+        headers = {"Authorization": f"Bearer {admin_key}"}
         self.http.call("POST", "/v1/weights", json=body, headers=headers)
 
     def close(self) -> None:
@@ -201,12 +202,17 @@ class ServerBackend(RemoteBackend):
 
     def _served(self) -> dict[str, Any]:
         """The server's model: its name, that of its weights, its facts and limits."""
+        answer = self.http.call("GET", "/v1/models")
+        names = self.http.read(answer, lambda answer: [card["id"] for card in answer["data"]])
+        if self.config.model not in (None, *names):
+            remedy = f"Set rollout.model to one of {', '.join(map(str, names))}"
+            raise GenerationError(f"has no model {self.config.model!r}", where=str(self.config.url), remedy=remedy)
 
         def pick(answer: Any) -> dict[str, Any]:
-            card = answer["data"][0]
+            card = answer["data"][0 if self.config.model is None else names.index(self.config.model)]
             return {"id": card["id"], "version": card["version"], "facts": dict(card["facts"]), "limits": dict(card["limits"])}
 
-        return self.http.read(self.http.call("GET", "/v1/models"), pick)
+        return self.http.read(answer, pick)
 
     def _complete(self, config: SamplerConfig, requests: Sequence[Request]) -> list[Trace]:
         settings = config.model_dump(mode="json", exclude_defaults=True, exclude={*OPENAI_NAMES, *OF_SERVER, "trace"})

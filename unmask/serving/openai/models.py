@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from typing_extensions import TypedDict
 
@@ -10,6 +11,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import NotFoundError
 from unmask.serving.limits import Limits
 from unmask.serving.service import Service
+
+Model = TypeVar("Model")
 
 
 class DiffusionFacts(TypedDict):
@@ -33,12 +36,14 @@ class MostAsked(TypedDict):
 
 
 class ModelCard(TypedDict):
-    """A model. `facts`: what the model of a client must share, for whom it draws (`model_facts`)."""
+    """A model. `parent`: the model whose weights it shares, of which it is adapters; `facts`: what the model of a client must share, for
+    whom it draws (`model_facts`)."""
 
     id: str
     object: str
     created: int
     owned_by: str
+    parent: str | None
     version: str | None
     diffusion: DiffusionFacts
     facts: dict[str, Any]
@@ -54,15 +59,18 @@ class ModelList(TypedDict):
 
 def model_card(service: Service, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
     """The model of a service; `created`: when it was loaded, in seconds since 1970."""
-    card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask", "version": service.version}
+    card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask"}
+    card |= {"parent": service.parent, "version": service.version}
     most: MostAsked = {"sequences": limits.sequences, "n": limits.n, "max_tokens": limits.max_tokens}
     return {**card, "diffusion": _facts(service.lm), "facts": facts, "limits": most}  # type: ignore[typeddict-item]
 
 
-def check_model(service: Service, name: str) -> None:
-    """Raise NotFoundError unless the service has a model of this name."""
-    if name != service.name:
-        raise NotFoundError(f"the model {name!r} does not exist", where="model", remedy=f"This server has {service.name!r}")
+def find_model(models: Mapping[str, Model], name: str) -> Model:
+    """The model of this name. Raises NotFoundError if there is none."""
+    if name not in models:
+        remedy = f"This server has {', '.join(map(repr, models))}"
+        raise NotFoundError(f"the model {name!r} does not exist", where="model", remedy=remedy)
+    return models[name]
 
 
 def _facts(lm: DiffusionLM) -> DiffusionFacts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
 from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.json_text import to_json
-from unmask.serving.openai.models import ModelCard, ModelList, check_model, model_card
+from unmask.serving.openai.models import ModelCard, ModelList, find_model, model_card
 from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCompletion, Infill, TextCompletion
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
@@ -37,58 +37,57 @@ Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
 
 
-def make_router(service: Service, limits: Limits) -> APIRouter:
-    """The routes of a service. The owner of a request, who takes turns with others, is `request.state.owner` where a middleware sets it,
-    else the client's address."""
+def make_router(services: Mapping[str, Service], limits: Limits) -> APIRouter:
+    """The routes of models, by their names. The owner of a request, who takes turns with others, is `request.state.owner` where a
+    middleware sets it, else the client's address."""
     router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
-    _add_models(router, service, limits)
-    _add_chat(router, service, limits)
-    _add_texts(router, service, limits)
+    _add_models(router, services, limits)
+    _add_chat(router, services, limits)
+    _add_texts(router, services, limits)
     return router
 
 
-def _add_models(router: APIRouter, service: Service, limits: Limits) -> None:
-    created, facts = int(time.time()), model_facts(service.lm)  # which hash the vocabulary
+def _add_models(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
+    created, facts = int(time.time()), {name: model_facts(service.lm) for name, service in services.items()}  # which hash the vocabulary
 
     @router.get("/models")
     async def list_models() -> ModelList:
-        """The model of this server."""
-        return {"object": "list", "data": [model_card(service, limits, created, facts)]}
+        """The models of this server."""
+        return {"object": "list", "data": [model_card(service, limits, created, facts[name]) for name, service in services.items()]}
 
     @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
     async def retrieve_model(model: str) -> ModelCard:
         """A model."""
-        check_model(service, model)
-        return model_card(service, limits, created, facts)
+        return model_card(find_model(services, model), limits, created, facts[model])
 
 
-def _add_chat(router: APIRouter, service: Service, limits: Limits) -> None:
+def _add_chat(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
     @router.post("/chat/completions", responses=_answers(ChatCompletion), response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages, by text or calls of tools."""
-        return await _answer(service, limits, body, request, _chat)
+        return await _answer(services, limits, body, request, _chat)
 
     @router.post("/edit/completions", responses=_answers(EditCompletion), response_model=None)
     async def edit_completions(body: EditRequest, request: Request) -> Response:
         """Write a region of a file again."""
-        return await _answer(service, limits, body, request, _edit)
+        return await _answer(services, limits, body, request, _edit)
 
 
-def _add_texts(router: APIRouter, service: Service, limits: Limits) -> None:
+def _add_texts(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
     @router.post("/completions", responses=_answers(TextCompletion), response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts, or with a suffix write what stands between."""
-        return await _answer(service, limits, body, request, _completion)
+        return await _answer(services, limits, body, request, _completion)
 
     @router.post("/fim/completions", responses=_answers(FimCompletion), response_model=None)
     async def fim_completions(body: FimRequest, request: Request) -> Response:
         """Write what stands between a prompt and a suffix."""
-        return await _answer(service, limits, body, request, _fim)
+        return await _answer(services, limits, body, request, _fim)
 
     @router.post("/infill", responses=_answers(Infill), response_model=None)
     async def infill(body: InfillRequest, request: Request) -> Response:
         """Fill the gaps of a text."""
-        return await _answer(service, limits, body, request, _infill)
+        return await _answer(services, limits, body, request, _infill)
 
 
 async def _chat(context: Context, body: ChatRequest) -> Reply:
@@ -114,9 +113,9 @@ async def _infill(context: Context, body: InfillRequest) -> Reply:
     return Reply(context.service, body, await plan_infill(context, body), INFILL, InfillWriter)
 
 
-async def _answer(service: Service, limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]) -> Response:
+async def _answer(services: Mapping[str, Service], limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]) -> Response:
     """The answer to a request, whole or as a stream; the work ends if the client disconnects."""
-    check_model(service, body.model)
+    service = find_model(services, body.model)
     service.check_version(body.diffusion.version)
     owner = getattr(request.state, "owner", None) or (request.client.host if request.client else "")
     context = Context(service, limits, owner)

@@ -1,0 +1,168 @@
+"""LoRA adapters from folders: they compute as PEFT's own, share the weights of their model, and change nothing of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.generation.tiny_models import adapted, every_pattern, store, tiny
+from unmask.errors import ModelError
+from unmask.models.adapters import with_adapters, with_trained_mask_row
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.models.model_state import fingerprint
+from unmask.models.stored_adapters import load_adapters, replace_adapters
+
+IDS_BT = torch.tensor([[3, 4, 5, 6, 7, 8]])
+KINDS = {
+    "plain": {},
+    "all layers": {"target_modules": "all-linear", "lora_alpha": 3},
+    "rank-stabilised": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 5}},
+    "DoRA": {"use_dora": True},
+    "a whole module": {"modules_to_save": ["fc1"]},
+}
+WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.fixture
+def lm() -> DiffusionLM:
+    """A model of this test's own."""
+    return tiny(attention="bidirectional").frozen_copy()
+
+
+def logits(lm: DiffusionLM) -> Tensor:
+    with torch.no_grad():
+        return lm.logits(IDS_BT)
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_adapters_compute_as_those_that_were_saved(settings: dict, lm: DiffusionLM, tmp_path: Path) -> None:
+    trained = adapted(lm, **settings)
+    loaded = load_adapters(lm, store(trained, tmp_path))
+    assert torch.equal(logits(loaded), logits(trained)) and not torch.allclose(logits(loaded), logits(lm))
+
+
+@every_pattern
+def test_a_trained_row_of_the_mask_token_is_loaded(attention: str, block_size: int | None, tmp_path: Path) -> None:
+    lm = tiny(attention=attention, block_size=block_size).frozen_copy()
+    trained = with_adapters(lm.frozen_copy(), with_trained_mask_row(adapted(lm).model.active_peft_config, lm))
+    rows = next(weight for name, weight in trained.model.named_parameters() if "trainable_tokens_delta" in name)
+    rows.data[:, ::2] += 0.5
+    loaded = load_adapters(lm, store(trained, tmp_path))
+    hidden_BT = torch.full_like(IDS_BT, lm.mask_token_id)
+    with torch.no_grad():
+        found, expected, base = (each.logits(hidden_BT, hidden_BT=hidden_BT > 0) for each in (loaded, trained, lm))
+    assert torch.equal(found, expected) and not torch.allclose(found[:, 1:], base[:, 1:])
+
+
+def test_weights_exist_once_and_the_model_computes_as_before(lm: DiffusionLM, tmp_path: Path) -> None:
+    before, digest = logits(lm), fingerprint(lm.model)
+    folders = [store(adapted(lm, seed), tmp_path / str(seed)) for seed in range(3)]
+    models = [load_adapters(lm, folder) for folder in folders]
+    own = {weight.data_ptr() for weight in lm.model.parameters()}
+    for model in models:
+        there = {weight.data_ptr() for name, weight in model.model.named_parameters() if "lora_" not in name}
+        assert there == own
+    assert torch.equal(logits(lm), before) and fingerprint(lm.model) == digest
+    assert len({str(logits(model)) for model in (lm, *models)}) == 4
+    assert [torch.equal(logits(model), logits(load_adapters(lm, folder))) for model, folder in zip(models, folders, strict=True)] == [
+        True
+    ] * 3
+
+
+def rewrite(folder: Path, **settings: object) -> None:
+    """Change settings of stored adapters."""
+    path = folder / SETTINGS
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def spoil(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the stored weights."""
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS)
+
+
+def of_another_pattern(folder: Path) -> None:
+    tiny(attention="causal").save(folder / "model")
+    (folder / "model" / "config.json").rename(folder / "config.json")
+
+
+def pickled(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+TABLE = "base_model.model.model.embed_tokens.weight"
+SPOILED = {
+    "no adapters": (lambda folder: (folder / SETTINGS).unlink(), r"holds no adapters: there is no adapter_config\.json"),
+    "pickled": (pickled, r"its weights are pickled \(adapter_model\.bin\)"),
+    "no weights": (lambda folder: (folder / WEIGHTS).unlink(), "cannot read the adapters"),
+    "torn": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]), "cannot read the adapters"),
+    "no JSON": (lambda folder: (folder / SETTINGS).write_text("{"), "cannot read the adapters"),
+    "other layers": (lambda folder: rewrite(folder, target_modules=["c_attn"]), "Target modules .*c_attn.* not found"),
+    "on the head": (lambda folder: rewrite(folder, target_modules=["lm_head"]), "an adapter of the output head"),
+    "another rank": (lambda folder: rewrite(folder, r=8), r"another model: .*lora_A\.weight is \(4, 16\), and has to be \(8, 16\)"),
+    "a part": (lambda folder: spoil(folder, lambda weights: weights.popitem()), r"another model: .* is absent, and has to be \("),
+    "a table": (
+        lambda folder: spoil(folder, lambda weights: weights.update({TABLE: torch.zeros(10, 16)})),
+        "embed_tokens.weight is .* absent",
+    ),
+    "another kind": (
+        lambda folder: IA3Config(target_modules=["q_proj"], feedforward_modules=[]).save_pretrained(folder),
+        "of the kind IA3",
+    ),
+    "changed base": (lambda folder: rewrite(folder, init_lora_weights="pissa"), "init_lora_weights pissa does not leave"),
+    "biases": (lambda folder: rewrite(folder, bias="all"), "LoRA with bias does not leave the model's own weights as they are"),
+    "code": (lambda folder: rewrite(folder, megatron_config={}, megatron_core="os"), "LoRA with megatron_config, megatron_core"),
+    "pattern": (of_another_pattern, "they were trained with attention causal, not bidirectional"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILED)
+def test_other_folders_are_refused_and_change_nothing(kind: str, lm: DiffusionLM, tmp_path: Path) -> None:
+    change, error = SPOILED[kind]
+    good = load_adapters(lm, store(adapted(lm), tmp_path / "good"))
+    bad, before, digest = store(adapted(lm, 1), tmp_path / "bad"), logits(good), fingerprint(lm.model)
+    change(bad)
+    with pytest.raises(ModelError, match=f"(?s)^{bad}: .*{error}") as refused:
+        load_adapters(lm, bad)
+    assert refused.value.remedy
+    if kind not in ("other layers", "on the head"):  # whose weights are those of the layers that there are
+        with pytest.raises(ModelError, match=f"^{bad}: "):
+            replace_adapters(good, bad)
+    assert torch.equal(logits(good), before) and fingerprint(lm.model) == digest
+
+
+def test_absent_folders_and_whole_models_are_refused(lm: DiffusionLM, tmp_path: Path) -> None:
+    lm.save(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"absent: no such folder\. Give a folder with LoRA adapters"):
+        load_adapters(lm, tmp_path / "absent")
+    with pytest.raises(ModelError, match="holds no adapters"):
+        load_adapters(load(tmp_path / "model", dtype="float64"), tmp_path / "model")
+
+
+def test_adapters_get_other_weights_in_the_same_memory(lm: DiffusionLM, tmp_path: Path) -> None:
+    first, second = (load_adapters(lm, store(adapted(lm, seed), tmp_path / str(seed))) for seed in (0, 1))
+    other, before, digest = store(adapted(lm, 2), tmp_path / "2"), logits(second), fingerprint(lm.model)
+    addresses = [weight.data_ptr() for weight in first.model.parameters()]
+    replace_adapters(first, other)
+    assert torch.equal(logits(first), logits(load_adapters(lm, other)))
+    assert [weight.data_ptr() for weight in first.model.parameters()] == addresses
+    assert torch.equal(logits(second), before) and fingerprint(lm.model) == digest
+
+
+@pytest.mark.parametrize("settings", [{"lora_alpha": 3}, {"use_rslora": True}, {"alpha_pattern": {"v_proj": 5}}], ids=str)
+def test_adapters_of_another_scale_do_not_replace_others(settings: dict, lm: DiffusionLM, tmp_path: Path) -> None:
+    loaded, other = load_adapters(lm, store(adapted(lm), tmp_path / "a")), store(adapted(lm, 1, **settings), tmp_path / "b")
+    before = logits(loaded)
+    with pytest.raises(ModelError, match=f"their {next(iter(settings))} differs from that of the present adapters"):
+        replace_adapters(loaded, other)
+    assert torch.equal(logits(loaded), before)
