@@ -250,7 +250,7 @@ def test_the_time_to_the_first_frame_counts_from_the_request() -> None:
     async def run() -> float:
         async with scheduling(lm) as scheduler:
             since = asyncio.get_running_loop().time() - 100
-            await collect(scheduler.submit(works(lm, ["abc"], frames=True), owner="a", since=since))
+            await collect(scheduler.submit("tiny", works(lm, ["abc"], frames=True), owner="a", since=since))
             return scheduler.metrics.registry.get_sample_value("unmask_first_frame_seconds_sum") or 0.0
 
     assert 100 <= asyncio.run(run()) < 200

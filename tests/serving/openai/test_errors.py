@@ -374,9 +374,9 @@ def test_time_limits_and_priorities_reach_the_scheduler(service, monkeypatch):
     scheduler, submitted = service(), []
     submit = scheduler.submit
 
-    def note(work, **options):
+    def note(model, work, **options):
         submitted.append((options["priority"], options["timeout"]))
-        return submit(work, **options)
+        return submit(model, work, **options)
 
     monkeypatch.setattr(scheduler, "submit", note)
     for asked in ({}, {"timeout": 3, "priority": 2}):
