@@ -2,19 +2,19 @@ import { useCallback, useEffect, useRef, useState } from "preact/hooks";
 import { findGaps } from "./core/gaps";
 import type { Run } from "./core/run";
 import { fromFragment, MODES, type Mode, type Setup, toFragment } from "./core/share";
+import type { Colour } from "./core/tint";
 import { Composer } from "./ui/composer";
 import { HelpDialog, KeyDialog } from "./ui/dialogs";
 import { Header } from "./ui/header";
 import { Results } from "./ui/results";
 import { SettingsPanel } from "./ui/settings-panel";
-import { type Colour, EmptyStage } from "./ui/stage";
+import { EmptyStage } from "./ui/stage";
 import { usePlayer } from "./ui/use-player";
 import { useRuns } from "./ui/use-runs";
 import { useShortcuts } from "./ui/use-shortcuts";
 import { ApiError, listModels } from "./wire/api";
 import type { Message, Model } from "./wire/types";
 
-const NAMES: Record<Mode, string> = { chat: "Chat", completion: "Completion", infill: "Infill" };
 const KEY = "unmask-api-key";
 
 export function App() {
@@ -147,14 +147,14 @@ export function App() {
         onShare={share}
       />
       <nav class="modes" aria-label="Mode">
-        {MODES.map((mode) => (
+        {(Object.keys(MODES) as Mode[]).map((mode) => (
           <button
             type="button"
             key={mode}
             aria-current={mode === setup.mode ? "page" : undefined}
             onClick={() => switchMode(mode)}
           >
-            {NAMES[mode]}
+            {MODES[mode]}
           </button>
         ))}
       </nav>

@@ -38,7 +38,7 @@ describe("CellGrid", () => {
   });
 
   it("shows the same after any jumps as after no jump", () => {
-    const recording = Recording.of(Array(40).fill(null), anyFrames(40, 60));
+    const recording = Recording.of(Array(40).fill(null), anyFrames(40, 60), true);
     grid.load(recording);
     for (const at of [5, 60, 3, 31, 30, 0, 59, 1]) {
       grid.show(at);
@@ -75,13 +75,14 @@ describe("CellGrid", () => {
     expect([...root.children]).toEqual(elements);
   });
 
-  it("marks drafts, committed and given tokens, and those just revealed", () => {
-    const reveal = (position: number) => ({ position, token: 0, text: "x", probability: 0.25 });
-    const frames = [
-      { step: 1, revealed: [reveal(2)], hidden: [], committed: 1 },
-      { step: 2, revealed: [reveal(1)], hidden: [], committed: 3 },
-    ];
-    grid.load(Recording.of(["given", null, null], frames));
+  const reveal = (position: number) => ({ position, token: 0, text: "x", probability: 0.25 });
+  const twoFrames = [
+    { step: 1, revealed: [reveal(2)], hidden: [], committed: 1 },
+    { step: 2, revealed: [reveal(1)], hidden: [], committed: 3 },
+  ];
+
+  it("marks what may still change, what stays, given tokens, and those just revealed", () => {
+    grid.load(Recording.of(["given", null, null], twoFrames, true));
     grid.show(1);
     expect([...root.children].map((cell) => cell.className)).toEqual([
       "cell given",
@@ -91,11 +92,31 @@ describe("CellGrid", () => {
     grid.show(2);
     expect([...root.children].map((cell) => cell.className)).toEqual([
       "cell given",
-      "cell committed fresh",
-      "cell committed",
+      "cell settled fresh",
+      "cell settled",
     ]);
     expect((root.children[2] as HTMLElement).style.getPropertyValue("--doubt")).toBe("81%");
     expect(root.children[1]?.getAttribute("aria-hidden")).toBeNull();
+  });
+
+  it("marks nothing as a draft where no revealed token is hidden again", () => {
+    grid.load(Recording.of(["given", null, null], twoFrames));
+    for (const at of [1, 2]) {
+      grid.show(at);
+      expect(root.querySelector(".draft")).toBeNull();
+    }
+  });
+
+  it("marks where a constraint forbids a likelier token", () => {
+    const revealed = [0.2, 0.3].map((probability, position) => ({
+      ...reveal(position),
+      forbidden: [{ token: 9, text: "z", probability }],
+    }));
+    grid.load(Recording.of([null, null], [{ step: 1, revealed, hidden: [], committed: 2 }]));
+    grid.show(1);
+    expect([...root.children].map((cell) => cell.classList.contains("overruled"))).toEqual([false, true]);
+    grid.show(0);
+    expect(root.querySelector(".overruled")).toBeNull();
   });
 
   it("shows what follows the end of the answer as such", () => {

@@ -5,7 +5,12 @@ import { Run } from "../src/core/run";
 import { DECODING } from "../src/core/settings";
 import { doubtTint, orderTint, percent } from "../src/core/tint";
 
-const cell = (text: string | null, probability: number | null = 1, frame = 1) => ({ text, probability, frame });
+const cell = (text: string | null, probability: number | null = 1, frame = 1) => ({
+  text,
+  probability,
+  frame,
+  forbidden: [],
+});
 const parse = (svg: string) => new DOMParser().parseFromString(svg, "image/svg+xml");
 
 describe("toSvg", () => {

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { differences, Recording } from "../src/core/recording";
+import { differences, overruled, Recording } from "../src/core/recording";
 import type { Frame } from "../src/wire/types";
 
 const shows = (step: number, ...tokens: [number, string][]): Frame => ({
@@ -29,10 +29,23 @@ describe("Recording", () => {
     expect(recording.widest).toBe(2);
   });
 
-  it("says what no longer changes", () => {
-    const recording = Recording.of(["a", null, null], [{ ...shows(1, [1, "b"]), committed: 2 }]);
-    expect([0, 1].map((at) => recording.committed(at))).toEqual([1, 2]);
-    expect(new Recording(["a"]).committed(0)).toBe(1);
+  it("says which revealed tokens stay: all, where none is hidden again", () => {
+    const frames = [{ ...shows(1, [1, "b"]), committed: 2 }];
+    const revised = Recording.of(["a", null, null], frames, true);
+    expect([0, 1].map((at) => revised.settled(at))).toEqual([0, 2]);
+    const plain = Recording.of(["a", null, null], frames);
+    expect([0, 1].map((at) => plain.settled(at))).toEqual([3, 3]);
+  });
+
+  it("keeps what a constraint forbids, and knows where it forbade a likelier token", () => {
+    const frame = shows(1, [0, "a"], [1, "b"]);
+    for (const [index, probability] of [0.4, 0.6].entries())
+      Object.assign(frame.revealed[index] ?? {}, { forbidden: [{ token: 9, text: "z", probability }] });
+    const recording = Recording.of([null, null, "given"], [frame, { ...shows(2), hidden: [1] }]);
+    expect(recording.cells(1).map(overruled)).toEqual([false, true, false]);
+    expect(recording.cells(2)[1]?.forbidden).toEqual([]);
+    expect(recording.constrained).toBe(true);
+    expect(Recording.of([null], [shows(1, [0, "a"])]).constrained).toBe(false);
   });
 
   it("refuses a position that the text does not have", () => {

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import { findGaps, guessTokens, hide, resize } from "../src/core/gaps";
 import { makeRequest } from "../src/core/requests";
-import { describe as describeDecoding, diffusionFields, SettingError } from "../src/core/settings";
+import { describe as describeDecoding, diffusionFields, revises, SettingError } from "../src/core/settings";
 import { fromFragment, SETUP, type Setup, toFragment } from "../src/core/share";
 import type { Model } from "../src/wire/types";
 
@@ -50,10 +50,22 @@ describe("requests", () => {
     expect(fields({ rule: "threshold", policy: "random" })).toEqual({ stream: "frames", threshold: 0.9 });
   });
 
+  it("sends how revealed tokens are hidden again, but not with a threshold", () => {
+    const fields = (decoding: object) => diffusionFields({ ...A, fraction: 0.3, ...decoding }, SETUP.shared);
+    const plain = { stream: "frames", policy: "confidence" };
+    expect(fields({ again: "remask" })).toEqual({ ...plain, remask: 0.3 });
+    expect(fields({ again: "revise" })).toEqual({ ...plain, revise: { eta: 0.3 } });
+    expect(fields({ again: "remask", rule: "threshold" })).toEqual({ stream: "frames", threshold: 0.9 });
+    const decodings = [A, { ...A, again: "remask" }, { ...B, again: "remask" }] as const;
+    expect(decodings.map(revises)).toEqual([false, true, false]);
+  });
+
   it("sends constraints, and refuses a schema that is not JSON", () => {
     const shared = { ...SETUP.shared, regex: "a+", schema: '{"type": "object"}' };
     expect(diffusionFields(A, shared).constraint).toBeUndefined();
-    expect(diffusionFields(A, { ...shared, constraint: "regex" }).constraint).toEqual({ regex: "a+" });
+    expect(diffusionFields(A, shared).top_forbidden).toBeUndefined();
+    const fields = diffusionFields(A, { ...shared, constraint: "regex" });
+    expect([fields.constraint, fields.top_forbidden]).toEqual([{ regex: "a+" }, 5]);
     expect(diffusionFields(A, { ...shared, constraint: "json_schema" }).constraint).toEqual({
       json_schema: { type: "object" },
     });
@@ -90,7 +102,7 @@ describe("share links", () => {
       compare: true,
       shared: { maxTokens: 7, seed: 3, constraint: "regex", regex: "[&=#]+", schema: "{}" },
       decodings: [
-        { ...A, rule: "steps", steps: 5, temperature: 0.7 },
+        { ...A, rule: "steps", steps: 5, temperature: 0.7, again: "revise", fraction: 0.35 },
         { ...B, threshold: 0.55, policy: "entropy" },
       ],
     };
@@ -103,6 +115,7 @@ describe("share links", () => {
     const fragment =
       "#mode=evil&seed=1e99&maxTokens=-3&a.steps=2.5&b.threshold=7&a.policy=__proto__&compare=1&x=%F0%9F";
     expect(fromFragment(fragment)).toEqual(SETUP);
+    expect(fromFragment("#mode=toString&a.again=constructor&a.fraction=1&maxTokens=&seed=-1")).toEqual(SETUP);
     expect(fromFragment("")).toEqual(SETUP);
   });
 });
@@ -112,5 +125,6 @@ it("describes a decoding in a few words", () => {
   expect(describeDecoding({ ...A, rule: "steps", policy: "left_to_right", temperature: 0.5 })).toBe(
     "32 steps, left to right, temperature 0.5",
   );
-  expect(describeDecoding({ ...B, policy: "random" })).toBe("threshold 0.9");
+  expect(describeDecoding({ ...B, policy: "random", again: "remask" })).toBe("threshold 0.9");
+  expect(describeDecoding({ ...A, again: "revise" })).toBe("one token a step, revise 0.2");
 });

@@ -245,7 +245,7 @@ CHANGED = {
     **{"steps": 4, "tokens_per_step": 2, "schedule": "dream", "block_size": 4, "sub_block_size": 2, "policy": "left_to_right"},
     **{"threshold": 0.9, "factor": 1.0, "entropy_bound": 0.5, "remask": 0.2, "order_temperature": 0.5, "filtered_confidence": True},
     **{"reveal_last": [2], "guidance": 1.0, "constraint": {"regex": "a"}, "cache": "dual", "refresh_interval": 2, "early_commit": 0.5},
-    **{"revise": {"by": "probability"}, "top_log_probs": 3},
+    **{"revise": {"by": "probability"}, "top_log_probs": 3, "top_forbidden": 3},
 }
 
 

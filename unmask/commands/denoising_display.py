@@ -55,8 +55,8 @@ class Canvas:
     def update(self, frame: Frame) -> None:
         """Apply the next frame."""
         self.ids = replay(self.ids, [frame], self.lm.mask_token_id)
-        for position, _, log_prob in frame.revealed:
-            self.log_probs[position] = log_prob
+        for each in frame.revealed:
+            self.log_probs[each.position] = each.log_prob
         self.step, self.num_final = frame.step, frame.num_final
 
     def pieces(self) -> Iterator[Piece]:

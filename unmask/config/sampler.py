@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 OF_DENOISING = (
     *("steps", "tokens_per_step", "schedule", "block_size", "sub_block_size", "policy", "threshold", "factor", "entropy_bound", "remask"),
     *("order_temperature", "filtered_confidence", "reveal_last", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
-    *("revise", "top_log_probs"),
+    *("revise", "top_log_probs", "top_forbidden"),
 )
 """The settings that say in which order and how many tokens are revealed, or change the predictions of hidden tokens."""
 
@@ -121,6 +121,9 @@ class SamplerConfig(Config):
     """Whether to record the step at which each token was revealed."""
     top_log_probs: int = Field(default=0, ge=0, le=20)
     """Record this many of the most probable tokens at each position, when it was revealed and at temperature 1, in the trace."""
+    top_forbidden: int = Field(default=0, ge=0, le=20)
+    """Record this many of the most probable tokens that the constraint forbids at each position, when it was revealed and at temperature 1,
+    in the trace: no text that meets it has them there, given what was revealed before."""
 
     def model_post_init(self, _: object) -> None:
         if self.self_speculative:
@@ -157,6 +160,8 @@ class SamplerConfig(Config):
             raise ConfigError(what, where="drafts", remedy="Leave one of them out")
         if self.drafts and self.constraint is not None:
             raise ConfigError("cannot be combined with a constraint", where="drafts", remedy="Leave one of them out")
+        if self.top_forbidden and self.constraint is None:
+            raise ConfigError("has no effect without a constraint", where="top_forbidden", remedy="Leave it out, or set one")
         if self.early_commit is not None and self.remask:
             what = "cannot be combined with remask, which hides revealed tokens again"
             raise ConfigError(what, where="early_commit", remedy="Leave one of them out")

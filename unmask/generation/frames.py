@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unmask.config.run import SamplerConfig
-from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.engine import Engine, SequenceView
 from unmask.generation.output import Generation, Trace, make_generation
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
@@ -19,6 +19,7 @@ class Revealed(NamedTuple):
     position: int  # in the whole sequence
     token: int
     log_prob: float  # when it was revealed, in nats, at temperature 1
+    forbidden: Sequence[tuple[int, float]] = ()  # with `top_forbidden`: likewise the most probable tokens that the constraint forbids there
 
 
 @dataclass(frozen=True)
@@ -52,21 +53,33 @@ class Watched:
 
     def look(self, engine: Engine, ticket: int) -> Frame | None:
         """What changed in a running sequence; None if it has not begun, has ended, or has made no step since it was last seen."""
-        state = engine.state(ticket)
-        return self._frame(*state) if state is not None and state[2] > self.step else None
+        view = engine.state(ticket)
+        return self._frame(view) if view is not None and view.steps > self.step else None
 
     def last(self, trace: Trace) -> Frame:
         """What changed up to the end of a sequence."""
         start = self.request.start
         ids = [*self.request.ids[:start], *trace.canvas]
-        return self._frame(ids, [0.0] * start + trace.log_probs, max(trace.steps, default=-1) + 1, len(ids))
+        forbidden = None
+        if trace.forbidden_ids:
+            given: list[list] = [[] for _ in range(start)]
+            forbidden = (given + trace.forbidden_ids, given + trace.forbidden_log_probs)
+        log_probs = [0.0] * start + trace.log_probs
+        return self._frame(SequenceView(ids, log_probs, max(trace.steps, default=-1) + 1, len(ids), forbidden))
 
-    def _frame(self, ids: list[int], log_probs: Sequence[float], step: int, num_final: int) -> Frame:
-        changed = [position for position, (old, new) in enumerate(zip(self.ids, ids, strict=True)) if old != new]
-        hidden = [position for position in changed if ids[position] == self.mask_token_id]
-        revealed = [Revealed(position, ids[position], log_probs[position]) for position in changed if ids[position] != self.mask_token_id]
-        self.ids, self.step = ids, step
-        return Frame(step, revealed, hidden, num_final)
+    def _frame(self, view: SequenceView) -> Frame:
+        changed = [position for position, (old, new) in enumerate(zip(self.ids, view.ids, strict=True)) if old != new]
+        hidden = [position for position in changed if view.ids[position] == self.mask_token_id]
+        revealed = []
+        for position in changed:
+            if (token := view.ids[position]) != self.mask_token_id:
+                forbidden: list[tuple[int, float]] = []
+                if view.forbidden is not None:
+                    ids, log_probs = view.forbidden
+                    forbidden = list(zip(ids[position], log_probs[position], strict=True))
+                revealed.append(Revealed(position, token, view.log_probs[position], forbidden))
+        self.ids, self.step = view.ids, view.steps
+        return Frame(view.steps, revealed, hidden, view.num_final)
 
 
 def watch(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Iterator[Frame | Generation]:
@@ -88,6 +101,6 @@ def replay(ids: Sequence[int], frames: Iterable[Frame], mask_token_id: int) -> l
     for frame in frames:
         for position in frame.hidden:
             ids[position] = mask_token_id
-        for position, token, _ in frame.revealed:
-            ids[position] = token
+        for each in frame.revealed:
+            ids[each.position] = each.token
     return ids

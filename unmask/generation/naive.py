@@ -206,6 +206,10 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             [getattr(revealed[place], field)[0, : config.top_log_probs].tolist() if place in revealed else [] for place in shown]
             for field in ("top_id_NK", "top_log_prob_NK")
         )
+    if config.top_forbidden:
+        forbidden = [_forbidden(revealed.get(place), config.top_forbidden) for place in shown]
+        trace.forbidden_ids = [[token for token, _ in each] for each in forbidden]
+        trace.forbidden_log_probs = [[log_prob for _, log_prob in each] for each in forbidden]
     return trace
 
 
@@ -298,6 +302,14 @@ def _decide_given(
     decision = decide_given(logits_TV[position_N], config, key_N, step_N, position_N, present_NV, windows)
     parts = {name: values_N for name, values_N in decision._asdict().items() if values_N is not None}
     return {position: Decision(**{name: each[[n]] for name, each in parts.items()}) for n, position in enumerate(positions)}
+
+
+def _forbidden(decision: Decision | None, count: int) -> list[tuple[int, float]]:
+    """The most probable tokens that the constraint forbids, and their log-probabilities."""
+    if decision is None or decision.forbidden_id_NK is None or decision.forbidden_log_prob_NK is None:
+        return []
+    pairs = zip(decision.forbidden_id_NK[0, :count].tolist(), decision.forbidden_log_prob_NK[0, :count].tolist(), strict=True)
+    return [(token, log_prob) for token, log_prob in pairs if log_prob > -math.inf]
 
 
 def _unlikely(

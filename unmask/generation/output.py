@@ -24,6 +24,8 @@ class Trace:
         entropies: of the model's distribution there, in nats; only with `config.trace`.
         top_ids, top_log_probs: of each position the `config.top_log_probs` most probable tokens when it was revealed, under the model at
             temperature 1; [] where none was revealed. Only with that setting.
+        forbidden_ids, forbidden_log_probs: likewise the `config.top_forbidden` most probable tokens that the constraint forbids there:
+            no text that meets it has them there, given what had been revealed before the step.
         forward_passes: passes over the sequence; with a verifier, its passes.
         num_drafted, num_accepted: with mode self-speculative, the tokens that were drafted and verified, and those that were kept.
     """
@@ -35,6 +37,8 @@ class Trace:
     entropies: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_log_probs: list[list[float]] = field(default_factory=list)
+    forbidden_ids: list[list[int]] = field(default_factory=list)
+    forbidden_log_probs: list[list[float]] = field(default_factory=list)
     forward_passes: int = 0
     num_drafted: int = 0
     num_accepted: int = 0

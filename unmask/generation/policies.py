@@ -34,6 +34,8 @@ class Decision(NamedTuple):
     entropy_N: Tensor | None = None  # of the model's distribution, in nats; with a trace or if the policy ranks by it
     top_id_NK: Tensor | None = None  # the model's most probable tokens, `MOST_TOP` or the whole vocabulary; with `top_log_probs`
     top_log_prob_NK: Tensor | None = None
+    forbidden_id_NK: Tensor | None = None  # likewise, of tokens that a constraint forbids; with `top_forbidden`
+    forbidden_log_prob_NK: Tensor | None = None  # -inf: it forbids fewer
     margin_N: Tensor | None = None  # between the model's two highest probabilities; if the policy or an early commit needs it
 
 
@@ -44,6 +46,7 @@ class Given(NamedTuple):
     log_ratio_N: Tensor  # how much likelier each is given the others' condition than by the model alone, as a logarithm
     believed_NV: Tensor | None  # logits given the condition, for entropies and margins; None: nothing needs them
     drawn_from_NV: Tensor | None  # logits of the distribution that each is drawn from, before temperature, top_k and top_p
+    forbidden_NV: Tensor | None = None  # the tokens that the condition leaves no text for; None: nothing records them
 
     def part(self, rows: slice) -> Given:
         """Some rows."""
@@ -129,11 +132,13 @@ def _decide(
     if config.reveal_last:
         priority_N = priority_N.masked_fill(torch.isin(token_N, last_L), -torch.inf)
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
-    top_id_NK = top_log_prob_NK = None
+    top: tuple[Tensor | None, Tensor | None] = (None, None)
+    forbidden: tuple[Tensor | None, Tensor | None] = (None, None)
     if config.top_log_probs:
-        top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
-        top_log_prob_NK = top_NK - normaliser_N[:, None]
-    return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, top_id_NK, top_log_prob_NK, margin_N)
+        top = _most_probable(logits_NV, normaliser_N)
+    if given is not None and given.forbidden_NV is not None:
+        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normaliser_N)
+    return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, *top, *forbidden, margin_N)
 
 
 def normaliser(logits_NV: Tensor) -> Tensor:
@@ -154,6 +159,12 @@ def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weight_NV = weights(logits_NV, largest_N1)
     total_N = weight_NV.sum(-1)
     return weight_NV, total_N, largest_N1.squeeze(1) + total_N.log()
+
+
+def _most_probable(logits_NV: Tensor, normaliser_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of the largest logits, and their log-probabilities."""
+    top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
+    return top_id_NK, top_NK - normaliser_N[:, None]
 
 
 def _certainty(

@@ -43,7 +43,7 @@ FIRST_POSITIONS = 16
 SETTLED = 0.9
 UNSUPPORTED = (
     *("steps", "schedule", "block_size", "remask", "revise", "guidance", "constraint", "cache", "refresh_interval", "early_commit"),
-    *("drafts", "mode", "sub_block_size", "top_log_probs"),
+    *("drafts", "mode", "sub_block_size", "top_log_probs", "top_forbidden"),
 )
 """Settings that plan for a number of tokens, or for positions that stay where they are."""
 RECORDS = ("log_prob_N", "sampled_log_prob_N", "entropy_N")

@@ -1,6 +1,6 @@
 /** A text as it was denoised, to go forward and back in. */
 
-import type { Frame } from "../wire/types";
+import type { Frame, Token } from "../wire/types";
 
 /** A position of the text. Cells are never changed, only replaced. */
 export interface Cell {
@@ -10,6 +10,13 @@ export interface Cell {
   readonly probability: number | null;
   /** The number of the frame that revealed it, from 1 on; 0: it is hidden, or was given. */
   readonly frame: number;
+  /** The most probable tokens that a constraint forbids here, the likeliest first. */
+  readonly forbidden: readonly Token[];
+}
+
+/** Whether a constraint forbids a likelier token than the one that is shown. */
+export function overruled(cell: Cell): boolean {
+  return (cell.forbidden[0]?.probability ?? 0) > (cell.probability ?? 1);
 }
 
 export interface Change {
@@ -18,23 +25,32 @@ export interface Change {
   readonly after: Cell;
 }
 
-const HIDDEN_CELL: Cell = { text: null, probability: null, frame: 0 };
+const HIDDEN_CELL: Cell = { text: null, probability: null, frame: 0, forbidden: [] };
 
 export class Recording {
   readonly initial: readonly Cell[];
   /** What each frame changed. */
   readonly changes: Change[][] = [];
   readonly frames: Frame[] = [];
+  /** Whether the frames say what a constraint forbids. */
+  constrained = false;
   private readonly last: Cell[];
 
-  constructor(tokens: (string | null)[]) {
-    this.initial = tokens.map((text) => (text === null ? HIDDEN_CELL : { text, probability: null, frame: 0 }));
+  /**
+   * @param tokens The canvas; null where it is hidden.
+   * @param revises Whether revealed tokens may be hidden again.
+   */
+  constructor(
+    tokens: readonly (string | null)[],
+    readonly revises = false,
+  ) {
+    this.initial = tokens.map((text) => ({ ...HIDDEN_CELL, text }));
     this.last = [...this.initial];
   }
 
   /** The recording of frames that are all there. */
-  static of(tokens: (string | null)[], frames: Frame[]): Recording {
-    const recording = new Recording(tokens);
+  static of(tokens: readonly (string | null)[], frames: readonly Frame[], revises = false): Recording {
+    const recording = new Recording(tokens, revises);
     for (const frame of frames) recording.add(frame);
     return recording;
   }
@@ -57,8 +73,9 @@ export class Recording {
       this.last[position] = after;
     };
     for (const position of frame.hidden) change(position, HIDDEN_CELL);
-    for (const { position, text, probability } of frame.revealed) {
-      change(position, { text, probability, frame: this.length + 1 });
+    for (const { position, text, probability, forbidden = [] } of frame.revealed) {
+      this.constrained ||= forbidden.length > 0;
+      change(position, { text, probability, frame: this.length + 1, forbidden });
     }
     this.frames.push(frame);
     this.changes.push(changes);
@@ -76,10 +93,9 @@ export class Recording {
     return this.last[position] ?? HIDDEN_CELL;
   }
 
-  /** Positions before this no longer change after this many frames. */
-  committed(at: number): number {
-    const given = this.initial.findIndex((cell) => cell.text === null);
-    return this.frames[at - 1]?.committed ?? (given < 0 ? this.size : given);
+  /** Tokens that are revealed before this position stay as they are after this many frames; all do where none is hidden again. */
+  settled(at: number): number {
+    return this.revises ? (this.frames[at - 1]?.committed ?? 0) : this.size;
   }
 
   /** Hidden tokens that are visible after the last frame. */

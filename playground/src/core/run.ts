@@ -2,7 +2,7 @@
 
 import type { StreamEvent, Summary } from "../wire/types";
 import { Recording } from "./recording";
-import type { Decoding } from "./settings";
+import { type Decoding, revises } from "./settings";
 
 export type Status = "waiting" | "running" | "done" | "cancelled" | "failed";
 
@@ -64,7 +64,7 @@ export class Run {
     changed();
     try {
       for await (const event of events) {
-        if (event.kind === "canvas") this.recording = new Recording(event.tokens);
+        if (event.kind === "canvas") this.recording = new Recording(event.tokens, revises(this.decoding));
         else if (event.kind === "frame") this.recording?.add(event.frame);
         else {
           this.summary = event.summary;

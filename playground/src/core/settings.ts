@@ -1,12 +1,41 @@
 /** Settings of a generation, and the fields of a request that they become. */
 
-export const POLICIES = ["confidence", "margin", "entropy", "random", "left_to_right"] as const;
-export const RULES = ["one", "steps", "tokens_per_step", "threshold"] as const;
-export const CONSTRAINTS = ["none", "regex", "json_schema"] as const;
+/** The choices of a setting, and what the page calls them. */
+export const POLICIES = {
+  confidence: "confidence",
+  margin: "margin",
+  entropy: "entropy",
+  random: "random",
+  left_to_right: "left to right",
+} as const;
+export const RULES = { one: "One", steps: "Steps", tokens_per_step: "Per step", threshold: "Threshold" } as const;
+export const AGAIN = { never: "nothing", remask: "improbable when revealed", revise: "improbable now" } as const;
+export const CONSTRAINTS = { none: "None", regex: "Regex", json_schema: "JSON schema" } as const;
 
-export type Policy = (typeof POLICIES)[number];
-export type Rule = (typeof RULES)[number];
-export type ConstraintKind = (typeof CONSTRAINTS)[number];
+export type Policy = keyof typeof POLICIES;
+export type Rule = keyof typeof RULES;
+export type Again = keyof typeof AGAIN;
+export type ConstraintKind = keyof typeof CONSTRAINTS;
+
+/** A number that can be set, on the page and by links. */
+export interface NumberSetting {
+  readonly label: string;
+  readonly min: number;
+  readonly max: number;
+  readonly step: number;
+  /** Whether the page has a slider for it. */
+  readonly slider?: boolean;
+}
+
+export const NUMBERS = {
+  maxTokens: { label: "Tokens", min: 1, max: 8192, step: 1 },
+  seed: { label: "Seed", min: 0, max: 2 ** 31 - 1, step: 1 },
+  steps: { label: "Steps in all", min: 1, max: 8192, step: 1 },
+  tokensPerStep: { label: "Tokens a step", min: 1, max: 8192, step: 1 },
+  threshold: { label: "Probability", min: 0.05, max: 1, step: 0.05, slider: true },
+  fraction: { label: "Fraction hidden again", min: 0.05, max: 0.95, step: 0.05, slider: true },
+  temperature: { label: "Temperature", min: 0, max: 2, step: 0.1, slider: true },
+} as const satisfies Record<string, NumberSetting>;
 
 /** How tokens are revealed: what two settings that are compared differ in. */
 export interface Decoding {
@@ -15,6 +44,8 @@ export interface Decoding {
   tokensPerStep: number;
   threshold: number;
   policy: Policy;
+  again: Again;
+  fraction: number;
   temperature: number;
 }
 
@@ -33,13 +64,23 @@ export const DECODING: Decoding = {
   tokensPerStep: 4,
   threshold: 0.9,
   policy: "confidence",
+  again: "never",
+  fraction: 0.2,
   temperature: 0,
 };
 
 export const SHARED: Shared = { maxTokens: 64, seed: 0, constraint: "none", regex: "", schema: "" };
 
+/** The most probable tokens that are asked for of those that a constraint forbids at each position. */
+const FORBIDDEN = 5;
+
 /** A setting that cannot be sent. */
 export class SettingError extends Error {}
+
+/** Whether revealed tokens may be hidden again. A threshold does not fix the number of steps, and hides none. */
+export function revises(decoding: Decoding): boolean {
+  return decoding.again !== "never" && decoding.rule !== "threshold";
+}
 
 /** The fields of `diffusion`. Raises SettingError for a schema that is not JSON. */
 export function diffusionFields(decoding: Decoding, shared: Shared): Record<string, unknown> {
@@ -49,10 +90,16 @@ export function diffusionFields(decoding: Decoding, shared: Shared): Record<stri
   else fields.policy = decoding.policy;
   if (decoding.rule === "steps") fields.steps = decoding.steps;
   if (decoding.rule === "tokens_per_step") fields.tokens_per_step = decoding.tokensPerStep;
-  if (shared.constraint === "regex" && shared.regex) fields.constraint = { regex: shared.regex };
-  if (shared.constraint === "json_schema" && shared.schema.trim())
-    fields.constraint = { json_schema: parseSchema(shared.schema) };
-  return fields;
+  if (revises(decoding) && decoding.again === "remask") fields.remask = decoding.fraction;
+  if (revises(decoding) && decoding.again === "revise") fields.revise = { eta: decoding.fraction };
+  const constraint = constraintOf(shared);
+  return constraint ? { ...fields, constraint, top_forbidden: FORBIDDEN } : fields;
+}
+
+function constraintOf({ constraint, regex, schema }: Shared): Record<string, unknown> | null {
+  if (constraint === "regex" && regex) return { regex };
+  if (constraint === "json_schema" && schema.trim()) return { json_schema: parseSchema(schema) };
+  return null;
 }
 
 function parseSchema(text: string): unknown {
@@ -71,10 +118,9 @@ export function describe(decoding: Decoding): string {
     tokens_per_step: `${decoding.tokensPerStep} tokens a step`,
     threshold: `threshold ${decoding.threshold}`,
   };
-  const policy =
-    decoding.rule === "threshold" || decoding.policy === "confidence"
-      ? ""
-      : `, ${decoding.policy.replaceAll("_", " ")}`;
-  const temperature = decoding.temperature ? `, temperature ${decoding.temperature}` : "";
-  return rules[decoding.rule] + policy + temperature;
+  const said = [rules[decoding.rule]];
+  if (decoding.rule !== "threshold" && decoding.policy !== "confidence") said.push(POLICIES[decoding.policy]);
+  if (revises(decoding)) said.push(`${decoding.again} ${decoding.fraction}`);
+  if (decoding.temperature) said.push(`temperature ${decoding.temperature}`);
+  return said.join(", ");
 }

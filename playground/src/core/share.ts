@@ -1,9 +1,9 @@
 /** What a link says: the mode, its text and the settings, in the fragment, which browsers do not send to the server. */
 
-import { CONSTRAINTS, DECODING, type Decoding, POLICIES, RULES, SHARED, type Shared } from "./settings";
+import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, POLICIES, RULES, SHARED, type Shared } from "./settings";
 
-export const MODES = ["chat", "completion", "infill"] as const;
-export type Mode = (typeof MODES)[number];
+export const MODES = { chat: "Chat", completion: "Completion", infill: "Infill" } as const;
+export type Mode = keyof typeof MODES;
 
 /** Everything that makes a run, but for the key. */
 export interface Setup {
@@ -27,58 +27,55 @@ export const SETUP: Setup = {
 };
 
 /** The setup as a fragment without `#`; what has its default is left out. */
-export function toFragment(setup: Setup): string {
-  const fields = new URLSearchParams({ mode: setup.mode });
-  const put = (prefix: string, values: object, defaults: object) => {
-    for (const [name, value] of Object.entries(values)) {
-      if (value !== defaults[name as keyof typeof defaults]) fields.set(prefix + name, String(value));
+export function toFragment({ mode, shared, decodings, ...others }: Setup): string {
+  const fields = new URLSearchParams({ mode });
+  const put = <T extends object>(prefix: string, values: T, defaults: T) => {
+    for (const name of Object.keys(values) as (string & keyof T)[]) {
+      if (values[name] !== defaults[name]) fields.set(prefix + name, String(values[name]));
     }
   };
-  const { prompt, system, document, compare } = setup;
-  const { prompt: noPrompt, system: noSystem, document: noDocument, compare: noCompare } = SETUP;
-  put(
-    "",
-    { prompt, system, document, compare },
-    { prompt: noPrompt, system: noSystem, document: noDocument, compare: noCompare },
-  );
-  put("", setup.shared, SHARED);
-  put("a.", setup.decodings[0], SETUP.decodings[0]);
-  if (setup.compare) put("b.", setup.decodings[1], SETUP.decodings[1]);
+  const { prompt, system, document, compare } = SETUP;
+  put("", others, { prompt, system, document, compare });
+  put("", shared, SHARED);
+  put("a.", decodings[0], SETUP.decodings[0]);
+  if (others.compare) put("b.", decodings[1], SETUP.decodings[1]);
   return fields.toString();
 }
 
 /** The setup that a fragment describes. What is missing, unknown or out of range has its default. */
 export function fromFragment(fragment: string): Setup {
   const fields = new URLSearchParams(fragment.replace(/^#/, ""));
-  const text = (name: string) => fields.get(name) ?? "";
-  const choice = <T extends string>(name: string, values: readonly T[], otherwise: T): T => {
-    return values.find((value) => value === fields.get(name)) ?? otherwise;
+  const read = <T extends object>(prefix: string, defaults: T): T => {
+    const values = Object.entries(defaults).map(([name, otherwise]) => [
+      name,
+      meaningOf(name, fields.get(prefix + name), otherwise),
+    ]);
+    return Object.fromEntries(values);
   };
-  const number = (name: string, otherwise: number, least: number, most: number, whole = true): number => {
-    const value = Number(fields.get(name) ?? Number.NaN);
-    return value >= least && value <= most && (!whole || Number.isInteger(value)) ? value : otherwise;
-  };
-  const decoding = (prefix: string, otherwise: Decoding): Decoding => ({
-    rule: choice(`${prefix}rule`, RULES, otherwise.rule),
-    steps: number(`${prefix}steps`, otherwise.steps, 1, 1e5),
-    tokensPerStep: number(`${prefix}tokensPerStep`, otherwise.tokensPerStep, 1, 1e5),
-    threshold: number(`${prefix}threshold`, otherwise.threshold, 1e-6, 1, false),
-    policy: choice(`${prefix}policy`, POLICIES, otherwise.policy),
-    temperature: number(`${prefix}temperature`, otherwise.temperature, 0, 100, false),
-  });
+  const { shared, decodings, ...others } = SETUP;
   return {
-    mode: choice("mode", MODES, SETUP.mode),
-    prompt: text("prompt"),
-    system: text("system"),
-    document: text("document"),
-    compare: fields.get("compare") === "true",
-    shared: {
-      maxTokens: number("maxTokens", SHARED.maxTokens, 1, 1e5),
-      seed: number("seed", SHARED.seed, -(2 ** 53), 2 ** 53),
-      constraint: choice("constraint", CONSTRAINTS, SHARED.constraint),
-      regex: text("regex"),
-      schema: text("schema"),
-    },
-    decodings: [decoding("a.", SETUP.decodings[0]), decoding("b.", SETUP.decodings[1])],
+    ...read("", others),
+    shared: read("", shared),
+    decodings: [read("a.", decodings[0]), read("b.", decodings[1])],
   };
+}
+
+const CHOICES: Record<string, object> = {
+  mode: MODES,
+  rule: RULES,
+  policy: POLICIES,
+  again: AGAIN,
+  constraint: CONSTRAINTS,
+};
+
+/** The value that a text means for a setting. */
+function meaningOf(name: string, text: string | null, otherwise: unknown): unknown {
+  if (text === null) return otherwise;
+  if (name in NUMBERS) {
+    const { min, max, step } = NUMBERS[name as keyof typeof NUMBERS];
+    const value = text === "" ? Number.NaN : Number(text);
+    return value >= min && value <= max && (step < 1 || Number.isInteger(value)) ? value : otherwise;
+  }
+  if (name in CHOICES) return Object.hasOwn(CHOICES[name] ?? {}, text) ? text : otherwise;
+  return typeof otherwise === "boolean" ? text === "true" : text;
 }

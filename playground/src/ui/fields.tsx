@@ -76,10 +76,15 @@ export function RangeField({ label, value, min, max, step, onChange }: RangeFiel
   );
 }
 
+/** The options of a choice, and what they are called. */
+function entries<T extends string>(options: Readonly<Record<T, string>>): [T, string][] {
+  return Object.entries(options) as [T, string][];
+}
+
 interface ChoiceProps<T extends string> {
   label: string;
   value: T;
-  options: readonly (readonly [T, string])[];
+  options: Readonly<Record<T, string>>;
   onChange(value: T): void;
   hideLabel?: boolean;
 }
@@ -91,7 +96,7 @@ export function Choice<T extends string>({ label, value, options, onChange, hide
     <fieldset class="choice">
       <legend class={hideLabel ? "visually-hidden" : undefined}>{label}</legend>
       <div class="choice-options">
-        {options.map(([option, text]) => (
+        {entries(options).map(([option, text]) => (
           <label key={option} class="choice-option">
             <input
               type="radio"
@@ -111,7 +116,7 @@ export function Choice<T extends string>({ label, value, options, onChange, hide
 interface SelectProps<T extends string> {
   label: string;
   value: T;
-  options: readonly (readonly [T, string])[];
+  options: Readonly<Record<T, string>>;
   disabled?: boolean;
   onChange(value: T): void;
 }
@@ -128,7 +133,7 @@ export function Select<T extends string>({ label, value, options, disabled, onCh
           disabled={disabled}
           onChange={(event) => onChange(event.currentTarget.value as T)}
         >
-          {options.map(([option, text]) => (
+          {entries(options).map(([option, text]) => (
             <option key={option} value={option}>
               {text}
             </option>

@@ -1,10 +1,10 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
-import { download, toJson, toSvg } from "../core/export";
-import { differences } from "../core/recording";
+import { useEffect, useMemo, useRef } from "preact/hooks";
+import { differences, type Recording } from "../core/recording";
 import type { Run } from "../core/run";
-import { describe } from "../core/settings";
+import type { Colour } from "../core/tint";
+import { Exports } from "./exports";
 import { Choice } from "./fields";
-import { type Colour, Stage } from "./stage";
+import { Stage } from "./stage";
 import { Transport } from "./transport";
 import type { Player } from "./use-player";
 
@@ -34,13 +34,10 @@ export function Results({ runs, model, player, length, colour, onColour }: Props
         <Choice
           label="Colour"
           value={colour}
-          options={[
-            ["probability", "Probability"],
-            ["order", "Order"],
-          ]}
+          options={{ probability: "Probability", order: "Order" }}
           onChange={onColour}
         />
-        <Legend colour={colour} />
+        <Legend colour={colour} recordings={recordings} />
       </div>
       <div ref={stages} class={runs.length > 1 ? "stages two" : "stages"}>
         {runs.map((run, index) => (
@@ -56,12 +53,12 @@ export function Results({ runs, model, player, length, colour, onColour }: Props
       </div>
       {finished && differing && <Verdict first={first} second={second} differing={differing.size} />}
       {recordings.length > 0 && <Transport player={player} recordings={recordings} length={length} />}
-      <Exports runs={runs} model={model} at={player.at} colour={colour} />
+      {recordings.length > 0 && <Exports runs={runs} model={model} player={player} colour={colour} />}
     </>
   );
 }
 
-function Legend({ colour }: { colour: Colour }) {
+function Legend({ colour, recordings }: { colour: Colour; recordings: Recording[] }) {
   const [from, to] = colour === "order" ? ["first", "last"] : ["certain", "unsure"];
   return (
     <p class="legend">
@@ -71,12 +68,22 @@ function Legend({ colour }: { colour: Colour }) {
       <span class="legend-item">
         <i class="cell hidden" aria-hidden="true" /> hidden
       </span>
-      <span class="legend-item">
-        <i class="cell draft" aria-hidden="true">
-          abc
-        </i>{" "}
-        may change
-      </span>
+      {recordings.some((recording) => recording.revises) && (
+        <span class="legend-item">
+          <i class="cell draft" aria-hidden="true">
+            abc
+          </i>{" "}
+          may change
+        </span>
+      )}
+      {recordings.some((recording) => recording.constrained) && (
+        <span class="legend-item">
+          <i class="cell overruled" aria-hidden="true">
+            abc
+          </i>{" "}
+          a likelier token is forbidden
+        </span>
+      )}
     </p>
   );
 }
@@ -94,54 +101,5 @@ function Verdict({ first, second, differing }: { first: Run; second: Run; differ
       <strong>{first.passes}</strong>
       {ratio === 1 ? "" : `, ${gain}`}; {text}.
     </p>
-  );
-}
-
-function Exports({ runs, model, at, colour }: { runs: Run[]; model: string; at: number; colour: Colour }) {
-  const [copied, setCopied] = useState(false);
-  const saveSvg = (run: Run, suffix: string) => {
-    if (!run.recording) return;
-    const shown = Math.min(at, run.recording.length);
-    const caption = `${model}, ${describe(run.decoding)}, frame ${shown} of ${run.recording.length}, ${run.passes} passes`;
-    const figure = toSvg(run.recording.cells(shown), run.recording.length, colour, caption);
-    download(`unmask${suffix}.svg`, "image/svg+xml", figure);
-  };
-  if (!runs.some((run) => run.recording)) return null;
-  return (
-    <div class="exports">
-      <span>Export</span>
-      <button
-        type="button"
-        class="quiet"
-        onClick={() => download("unmask.json", "application/json", toJson(model, runs))}
-      >
-        JSON
-      </button>
-      {runs.map((run, index) => {
-        const letter = runs.length > 1 ? "AB".charAt(index) : "";
-        return (
-          <button
-            type="button"
-            class="quiet"
-            key={letter}
-            disabled={!run.recording}
-            onClick={() => saveSvg(run, letter && `-${letter.toLowerCase()}`)}
-          >
-            SVG{letter && ` ${letter}`}
-          </button>
-        );
-      })}
-      <button
-        type="button"
-        class="quiet"
-        onClick={async () => {
-          await navigator.clipboard.writeText(runs.map((run) => run.text).join("\n\n"));
-          setCopied(true);
-          setTimeout(() => setCopied(false), 2000);
-        }}
-      >
-        {copied ? "Copied" : "Copy text"}
-      </button>
-    </div>
   );
 }

@@ -1,14 +1,19 @@
+import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
-import { type Decoding, describe, diffusionFields, POLICIES, type Rule, type Shared } from "../core/settings";
+import {
+  AGAIN,
+  CONSTRAINTS,
+  type Decoding,
+  describe,
+  diffusionFields,
+  NUMBERS,
+  type NumberSetting,
+  POLICIES,
+  RULES,
+  type Shared,
+} from "../core/settings";
 import type { Setup } from "../core/share";
 import { Choice, NumberField, RangeField, Select, TextField } from "./fields";
-
-const RULES: [Rule, string][] = [
-  ["one", "One"],
-  ["steps", "Steps"],
-  ["tokens_per_step", "Per step"],
-  ["threshold", "Threshold"],
-];
 
 interface Props {
   setup: Setup;
@@ -20,7 +25,7 @@ export function SettingsPanel({ setup, onChange }: Props) {
   const [open, setOpen] = useState(false);
   const { shared, decodings, compare } = setup;
   const share = (change: Partial<Shared>) => onChange({ ...setup, shared: { ...shared, ...change } });
-  const decode = (which: 0 | 1, change: Partial<Decoding>) => {
+  const decode = (which: number, change: Partial<Decoding>) => {
     const changed = decodings.map((each, index) => (index === which ? { ...each, ...change } : each));
     onChange({ ...setup, decodings: changed as [Decoding, Decoding] });
   };
@@ -40,16 +45,8 @@ export function SettingsPanel({ setup, onChange }: Props) {
       </button>
       <div id="settings-body" class="settings-body">
         <h2>Text</h2>
-        {setup.mode === "infill" ? null : (
-          <NumberField
-            label="Tokens"
-            value={shared.maxTokens}
-            min={1}
-            max={8192}
-            onChange={(maxTokens) => share({ maxTokens })}
-          />
-        )}
-        <NumberField label="Seed" value={shared.seed} min={0} max={2 ** 31 - 1} onChange={(seed) => share({ seed })}>
+        {setup.mode !== "infill" && <NumberOf name="maxTokens" values={shared} onChange={share} />}
+        <NumberOf name="seed" values={shared} onChange={share}>
           <button
             type="button"
             class="icon-button"
@@ -59,77 +56,72 @@ export function SettingsPanel({ setup, onChange }: Props) {
           >
             <span aria-hidden="true">↻</span>
           </button>
-        </NumberField>
-        {compare ? (
-          <>
-            <h2>
-              <b class="letter">A</b> Decoding
-            </h2>
-            <DecodingFields decoding={decodings[0]} onChange={(change) => decode(0, change)} />
-            <h2>
-              <b class="letter">B</b> Decoding
-            </h2>
-            <DecodingFields decoding={decodings[1]} onChange={(change) => decode(1, change)} />
-          </>
-        ) : (
-          <>
-            <h2>Decoding</h2>
-            <DecodingFields decoding={decodings[0]} onChange={(change) => decode(0, change)} />
-          </>
-        )}
+        </NumberOf>
+        {decodings.slice(0, compare ? 2 : 1).map((decoding, which) => (
+          <DecodingFields
+            key={which}
+            letter={compare ? "AB".charAt(which) : ""}
+            decoding={decoding}
+            onChange={(change) => decode(which, change)}
+          />
+        ))}
         <ConstraintFields shared={shared} decoding={decodings[0]} onChange={share} />
       </div>
     </section>
   );
 }
 
-function DecodingFields({ decoding, onChange }: { decoding: Decoding; onChange(change: Partial<Decoding>): void }) {
+interface NumberOfProps<Name extends keyof typeof NUMBERS> {
+  name: Name;
+  values: Record<Name, number>;
+  onChange(change: Record<Name, number>): void;
+  children?: ComponentChildren;
+}
+
+/** The field of one of the numbers. */
+function NumberOf<Name extends keyof typeof NUMBERS>({ name, values, onChange, children }: NumberOfProps<Name>) {
+  const { slider, ...limits }: NumberSetting = NUMBERS[name];
+  const Field = slider ? RangeField : NumberField;
+  return (
+    <Field
+      {...limits}
+      value={values[name]}
+      onChange={(value) => onChange({ [name]: Number(value.toFixed(2)) } as Record<Name, number>)}
+    >
+      {children}
+    </Field>
+  );
+}
+
+interface DecodingProps {
+  letter: string;
+  decoding: Decoding;
+  onChange(change: Partial<Decoding>): void;
+}
+
+function DecodingFields({ letter, decoding, onChange }: DecodingProps) {
+  const number = { values: decoding, onChange };
   return (
     <>
+      <h2>{letter && <b class="letter">{letter}</b>} Decoding</h2>
       <Choice label="Reveal" value={decoding.rule} options={RULES} onChange={(rule) => onChange({ rule })} />
-      {decoding.rule === "steps" && (
-        <NumberField
-          label="Steps in all"
-          value={decoding.steps}
-          min={1}
-          max={8192}
-          onChange={(steps) => onChange({ steps })}
-        />
-      )}
-      {decoding.rule === "tokens_per_step" && (
-        <NumberField
-          label="Tokens a step"
-          value={decoding.tokensPerStep}
-          min={1}
-          max={8192}
-          onChange={(tokensPerStep) => onChange({ tokensPerStep })}
-        />
-      )}
+      {decoding.rule === "steps" && <NumberOf name="steps" {...number} />}
+      {decoding.rule === "tokens_per_step" && <NumberOf name="tokensPerStep" {...number} />}
       {decoding.rule === "threshold" ? (
-        <RangeField
-          label="Probability"
-          value={decoding.threshold}
-          min={0.05}
-          max={1}
-          step={0.05}
-          onChange={(threshold) => onChange({ threshold: Number(threshold.toFixed(2)) })}
-        />
+        <NumberOf name="threshold" {...number} />
       ) : (
-        <Select
-          label="Which first"
-          value={decoding.policy}
-          options={POLICIES.map((policy) => [policy, policy.replaceAll("_", " ")] as const)}
-          onChange={(policy) => onChange({ policy })}
-        />
+        <>
+          <Select
+            label="Which first"
+            value={decoding.policy}
+            options={POLICIES}
+            onChange={(policy) => onChange({ policy })}
+          />
+          <Select label="Hide again" value={decoding.again} options={AGAIN} onChange={(again) => onChange({ again })} />
+          {decoding.again !== "never" && <NumberOf name="fraction" {...number} />}
+        </>
       )}
-      <RangeField
-        label="Temperature"
-        value={decoding.temperature}
-        min={0}
-        max={2}
-        step={0.1}
-        onChange={(temperature) => onChange({ temperature: Number(temperature.toFixed(1)) })}
-      />
+      <NumberOf name="temperature" {...number} />
     </>
   );
 }
@@ -148,11 +140,7 @@ function ConstraintFields({ shared, decoding, onChange }: ConstraintProps) {
         label="The text has to match"
         hideLabel
         value={shared.constraint}
-        options={[
-          ["none", "None"],
-          ["regex", "Regex"],
-          ["json_schema", "JSON schema"],
-        ]}
+        options={CONSTRAINTS}
         onChange={(constraint) => onChange({ constraint })}
       />
       {shared.constraint === "regex" && (

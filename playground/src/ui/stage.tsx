@@ -1,11 +1,9 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
-import type { Cell, Recording } from "../core/recording";
+import { type Cell, overruled, type Recording } from "../core/recording";
 import type { Run } from "../core/run";
 import { describe } from "../core/settings";
-import { percent } from "../core/tint";
+import { type Colour, percent } from "../core/tint";
 import { CellGrid } from "../view/cell-grid";
-
-export type Colour = "probability" | "order";
 
 interface StageProps {
   letter: string;
@@ -15,6 +13,8 @@ interface StageProps {
   differing: ReadonlySet<number> | null;
 }
 
+/** The least probability that is not written as 0.0 %. */
+const NOTICEABLE = 0.0005;
 const NOTHING: ReadonlySet<number> = new Set();
 
 /** One run: its text at the frame that is shown, and its figures. */
@@ -47,6 +47,7 @@ export function Stage({ letter, run, at, colour, differing }: StageProps) {
       )}
       {run.status === "cancelled" && <p class="note">Cancelled. What had been revealed stays.</p>}
       <Figures run={run} />
+      {recording?.constrained && <Forbidden recording={recording} end={end} />}
     </article>
   );
 }
@@ -66,7 +67,7 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
   const root = useRef<HTMLDivElement>(null);
   const grid = useRef<CellGrid | null>(null);
   const cursor = useRef(-1);
-  const [pointed, setPointed] = useState<{ position: number; cell: Cell } | null>(null);
+  const [pointed, setPointed] = useState<{ position: number; cell: Cell; draft: boolean } | null>(null);
 
   useLayoutEffect(() => {
     if (!root.current) return;
@@ -86,7 +87,7 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
   const point = (position: number) => {
     cursor.current = position;
     const cell = grid.current?.point(position) ?? null;
-    setPointed(cell ? { position, cell } : null);
+    setPointed(cell ? { position, cell, draft: position >= recording.settled(at) } : null);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     const steps: Record<string, number> = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
@@ -112,25 +113,54 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
           const position = (event.target as HTMLElement).dataset.position;
           if (position !== undefined) point(Number(position));
         }}
-        onPointerLeave={() => point(-1)}
+        onPointerLeave={(event) => event.pointerType === "mouse" && point(-1)} // a finger that taps leaves at once
         onBlur={() => point(-1)}
       />
-      <output class="inspector">{pointed ? <Inspected {...pointed} /> : null}</output>
+      <output class={recording.constrained ? "inspector constrained" : "inspector"}>
+        {pointed ? <Inspected {...pointed} /> : null}
+      </output>
     </>
   );
 }
 
 /** What is known of one token. */
-function Inspected({ position, cell }: { position: number; cell: Cell }) {
+function Inspected({ position, cell, draft }: { position: number; cell: Cell; draft: boolean }) {
   if (cell.text === null) return <span>Token {position + 1} · hidden</span>;
+  const facts = [`token ${position + 1}`];
+  if (cell.probability === null) facts.push("given");
+  else facts.push(percent(cell.probability), `frame ${cell.frame}`, ...(draft ? ["may change"] : []));
+  const forbidden = cell.forbidden.filter(({ probability }) => probability >= NOTICEABLE);
   return (
     <>
-      <q>{cell.text.replaceAll("\n", "↵")}</q>
-      <span>
-        token {position + 1}
-        {cell.probability === null ? " · given" : ` · ${percent(cell.probability)} · frame ${cell.frame}`}
-      </span>
+      <q>{visible(cell.text)}</q>
+      <span>{facts.join(" · ")}</span>
+      {forbidden.length > 0 && (
+        <span class="forbidden">
+          forbidden:{" "}
+          {forbidden.map(({ token, text, probability }) => (
+            <span key={token}>
+              <s>{visible(text)}</s> {percent(probability)}
+            </span>
+          ))}
+        </span>
+      )}
     </>
+  );
+}
+
+function visible(text: string): string {
+  return text.replaceAll("\n", "↵");
+}
+
+/** How often the constraint stood in the model's way. */
+function Forbidden({ recording, end }: { recording: Recording; end: number | null }) {
+  const cells = Array.from({ length: end ?? recording.size }, (_, position) => recording.final(position));
+  const revealed = cells.filter((cell) => cell.probability !== null);
+  return (
+    <p class="note">
+      The constraint forbade a likelier token at {revealed.filter(overruled).length} of {revealed.length}{" "}
+      {revealed.length === 1 ? "position" : "positions"}.
+    </p>
   );
 }
 

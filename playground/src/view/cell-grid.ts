@@ -1,6 +1,6 @@
 /** The tokens of a text on the page. Going from one frame to another touches the cells that differ, and no others. */
 
-import type { Cell, Recording } from "../core/recording";
+import { type Cell, overruled, type Recording } from "../core/recording";
 import { doubtTint } from "../core/tint";
 
 export class CellGrid {
@@ -12,7 +12,7 @@ export class CellGrid {
   private cells: Cell[] = [];
   private elements: HTMLElement[] = [];
   private fresh: number[] = [];
-  private committed = 0;
+  private settled = 0;
   private end = Number.POSITIVE_INFINITY;
   private cursor = -1;
   private marked: ReadonlySet<number> = new Set();
@@ -28,7 +28,7 @@ export class CellGrid {
     this.cursor = -1;
     this.marked = new Set();
     this.end = recording.size;
-    this.committed = recording.committed(0);
+    this.settled = recording.settled(0);
     this.elements = this.cells.map((_, position) => {
       const element = document.createElement("span");
       element.dataset.position = String(position);
@@ -60,10 +60,10 @@ export class CellGrid {
     }
     this.fresh = (changes[target - 1] ?? []).filter(({ after }) => after.text !== null).map(({ position }) => position);
     for (const position of this.fresh) dirty.add(position);
-    const committed = this.recording.committed(target);
-    const [low, high] = [Math.min(committed, this.committed), Math.max(committed, this.committed)];
+    const settled = this.recording.settled(target);
+    const [low, high] = [Math.min(settled, this.settled), Math.max(settled, this.settled)];
     for (let position = low; position < high; position++) dirty.add(position);
-    this.committed = committed;
+    this.settled = settled;
     for (const position of dirty) this.paint(position);
   }
 
@@ -100,9 +100,10 @@ export class CellGrid {
     const names = ["cell"];
     if (hidden) names.push("hidden", ...(text ? ["known"] : []));
     else if (cell.probability === null) names.push("given");
-    else names.push(position < this.committed ? "committed" : "draft");
+    else names.push(position < this.settled ? "settled" : "draft");
     if (text.includes("\n")) names.push("newline");
     if (!hidden && !text) names.push("empty");
+    if (overruled(cell)) names.push("overruled");
     if (this.fresh.includes(position)) names.push("fresh");
     if (position >= this.end) names.push("after");
     if (position === this.cursor) names.push("cursor");

@@ -1,10 +1,16 @@
 /** What the server sends, as far as the playground reads it. */
 
-export interface Revealed {
-  position: number;
+export interface Token {
   token: number;
   text: string;
+  /** When the position was revealed. */
   probability: number;
+}
+
+export interface Revealed extends Token {
+  position: number;
+  /** With a constraint: the most probable tokens that it forbids there, the likeliest first. */
+  forbidden?: Token[];
 }
 
 /** What changed in one look at a sequence. `committed`: positions before it no longer change. */

@@ -10,7 +10,7 @@ import pytest
 
 import unmask
 from tests.serving.models import model
-from tests.serving.openai.asking import answer, stream
+from tests.serving.openai.asking import answer, ask, stream
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import SPECIAL
 
@@ -83,6 +83,32 @@ def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
     canvas, text, last, _ = replayed(chunks)
     [expected] = unmask.infill(lm, [asked["text"]], SamplerConfig(temperature=1.0, seed=2)).texts
     assert "".join(canvas[1:]) == text == last["text"] == expected
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_what_a_constraint_forbids(stops, service):
+    pytest.importorskip("outlines_core")
+    lm, constraint = model(), {"regex": "[abc]{2,6}x"}
+    settings = {"max_tokens": 9, "temperature": 1.0, "seed": 3}
+    asked = {"constraint": constraint, "top_forbidden": 4, "stop_at_eos": stops}
+    *_, frames = replayed(stream(service(), "completions", prompt="ab", **settings, diffusion={"stream": "frames", **asked}))
+    config = SamplerConfig(max_new_tokens=9, temperature=1.0, seed=3, trace=True, **asked)
+    [trace] = unmask.generate(lm, ["ab"], config).trace
+    found = {each["position"]: each["forbidden"] for frame in frames for each in frame["revealed"]}
+    assert any(found.values()) and sorted(found) == list(range(9))
+    for position, forbidden in found.items():
+        assert [each["token"] for each in forbidden] == trace.forbidden_ids[position]
+        assert [each["text"] for each in forbidden] == [lm.tokenizer.decode([token]) for token in trace.forbidden_ids[position]]
+        assert [each["probability"] for each in forbidden] == pytest.approx([*map(math.exp, trace.forbidden_log_probs[position])])
+
+
+def test_what_nobody_asks_for_is_not_told(service):
+    pytest.importorskip("outlines_core")
+    asked = {"stream": "frames", "constraint": {"regex": "[abc]{2,6}x"}}
+    *_, frames = replayed(stream(service(), "completions", prompt="ab", max_tokens=9, diffusion=asked))
+    assert not any("forbidden" in each for frame in frames for each in frame["revealed"])
+    response = ask(service(), "completions", prompt="ab", diffusion={"top_forbidden": 4})
+    assert response.status_code == 400 and "top_forbidden: has no effect without a constraint" in response.text
 
 
 def test_tokens_that_are_hidden_again(service):

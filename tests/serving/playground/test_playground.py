@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
-
 import httpx2 as httpx
 import pytest
 from playwright.sync_api import Browser, CDPSession, Page, Route, expect
 
 from tests.helpers import REPOSITORY
+from tests.serving.playground.pages import BEGINNING, answer, complete, finish, shown
 from tests.serving.playground.reciting import TEXT, reciting
 from tests.serving.servers import served
 from unmask.config.run import SamplerConfig
@@ -21,33 +16,7 @@ from unmask.serving.app import AppSettings
 
 pytestmark = pytest.mark.slow
 
-BEGINNING = "A lens gathers light"
 AXE = REPOSITORY / "playground" / "node_modules" / "axe-core" / "axe.min.js"
-
-
-def answer(prompt: str = BEGINNING, **settings: Any) -> str:
-    """What the model writes."""
-    return sampler.generate(reciting(), [prompt], SamplerConfig(**settings)).texts[0]
-
-
-def shown(page: Page, which: int = 0) -> str:
-    """The visible tokens of a text."""
-    script = "text => [...text.children].filter(cell => !cell.matches('.hidden')).map(cell => cell.textContent).join('')"
-    return str(page.locator(".text").nth(which).evaluate(script))
-
-
-def finish(page: Page) -> None:
-    """Wait until nothing runs, and the last frame is shown."""
-    expect(page.get_by_role("button", name="Cancel")).to_have_count(0, timeout=60_000)
-    page.wait_for_function(
-        "() => { const [a, b] = document.querySelector('.counter').innerText.split(/[^0-9]+/); return a === b && b > 0 }"
-    )
-
-
-def complete(page: Page, prompt: str = BEGINNING) -> None:
-    page.get_by_label("Prompt").fill(prompt)
-    page.get_by_label("Prompt").press("Control+Enter")
-    finish(page)
 
 
 def test_type_and_watch(page: Page, sent: list[dict]) -> None:
@@ -167,9 +136,9 @@ def test_cancelling_frees_the_server_and_keeps_what_was_revealed(page: Page, add
     page.get_by_label("Tokens", exact=True).fill("600")
     page.get_by_label("Prompt").fill(BEGINNING)
     page.get_by_role("button", name="Complete").click()
-    expect(page.locator(".text .cell:not(.hidden)").nth(2)).to_be_visible(timeout=60_000)
+    expect(page.locator(".text .cell:not(.hidden)").nth(2)).to_be_visible()
     page.keyboard.press("Escape")
-    expect(page.get_by_text("Cancelled. What had been revealed stays.")).to_be_visible(timeout=60_000)
+    expect(page.get_by_text("Cancelled. What had been revealed stays.")).to_be_visible()
     for _ in range(200):
         if ended("cancelled") > before:
             break
@@ -214,21 +183,6 @@ def test_a_conversation_has_turns(page: Page, sent: list[dict]) -> None:
     expect(page.get_by_label("Conversation")).to_have_count(0)
 
 
-@pytest.mark.parametrize(
-    "kind, label, text, holds",
-    [
-        ("Regex", "Regular expression", "[a-c]+x", lambda text: set(text) <= set("abcx")),
-        ("JSON schema", "JSON schema", '{"type": "boolean"}', lambda text: json.loads(text) in (True, False)),
-    ],
-)
-def test_constraints(page: Page, kind: str, label: str, text: str, holds: Callable[[str], bool]) -> None:
-    page.get_by_label("Tokens", exact=True).fill("12")
-    page.get_by_label(kind, exact=True).first.check(force=True)
-    page.get_by_role("textbox", name=label).fill(text)
-    complete(page)
-    assert holds(shown(page).removesuffix("</s>").split("</s>")[0])
-
-
 def test_errors_of_the_server_are_shown(page: Page, sent: list[dict]) -> None:
     page.get_by_label("Steps", exact=True).check(force=True)
     page.get_by_label("Steps in all").fill("500")
@@ -270,22 +224,6 @@ def test_a_server_with_a_key_lets_browsers_in_with_its_password(chromium: Browse
         context.close()
 
 
-def test_exports(page: Page, sent: list[dict], tmp_path: Path) -> None:
-    complete(page)
-    for name in ("JSON", "SVG"):
-        with page.expect_download() as download:
-            page.get_by_role("button", name=name, exact=True).click()
-        download.value.save_as(tmp_path / name)
-    [run] = json.loads((tmp_path / "JSON").read_text())["runs"]
-    canvas = list(run["canvas"])
-    for frame in run["frames"]:
-        for token in frame["revealed"]:
-            canvas[token["position"]] = token["text"]
-    assert "".join(canvas) == run["result"]["text"] == answer(max_new_tokens=64)
-    words = [element.text for element in ElementTree.parse(tmp_path / "SVG").iter("{http://www.w3.org/2000/svg}text")]
-    assert [word for word in words[:-1] if word] == [token.strip() for token in canvas if token.strip()]
-
-
 def axe(page: Page) -> list[str]:
     """What axe-core finds wrong with the page."""
     if not AXE.exists():
@@ -306,9 +244,14 @@ def test_accessible_and_within_the_page(page: Page, width: int, scheme: str) -> 
     page.get_by_label("JSON schema").check(force=True)
     page.get_by_label("Compare two settings").check()
     assert axe(page) == []
-    page.get_by_label("None").check(force=True)
+    page.get_by_label("Regex", exact=True).first.check(force=True)
+    page.get_by_role("textbox", name="Regular expression").fill("( [a-z]+)+")
+    page.get_by_label("Hide again").first.select_option("improbable now")
     complete(page)
     page.get_by_role("slider", name="Frame").fill("20")
+    assert page.locator(".text .draft").count() and page.locator(".text .overruled").count()
+    page.locator(".text .overruled").first.hover()
+    expect(page.locator(".inspector s").first).to_be_visible()
     assert axe(page) == []
     page.get_by_label("Order").check(force=True)
     assert axe(page) == []

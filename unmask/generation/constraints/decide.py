@@ -85,6 +85,7 @@ def decide_given(
     filtered = config.top_k > 0 or config.top_p < 1
     ranks_by_rows = config.policy in ("entropy", "margin") or config.early_commit is not None
     believed_NV = logits_NV.clone() if config.trace or ranks_by_rows else None
+    forbidden_NV = torch.zeros_like(logits_NV, dtype=torch.bool) if config.top_forbidden else None
     drawn_from_NV = adjusted_NV.clone() if config.trace or config.filtered_confidence or filtered else None
     token_N = torch.zeros_like(position_N)
     log_ratio_N = torch.zeros(len(token_N), dtype=torch.float64, device=token_N.device)
@@ -96,6 +97,8 @@ def decide_given(
         ratio_NC = raw.log_ratios()
         if believed_NV is not None:
             believed_NV[row_N] += window.by_token(ratio_NC, logits_NV)
+        if forbidden_NV is not None:
+            forbidden_NV[row_N] = window.by_token(ratio_NC, logits_NV) == -torch.inf
         drawn = raw
         if scaled_NV is not logits_NV and (config.temperature > 0 or drawn_from_NV is not None):
             drawn = window.possible(window.by_class(scaled_NV).log_prob_WC)
@@ -111,7 +114,7 @@ def decide_given(
             token_N[row_N] = _draw_tokens(window, drawn, adjusted_NV[row_N], uniform_N[row_N], temperature)
         class_N = window.class_V[token_N[row_N]].cpu().numpy()
         log_ratio_N[row_N] = torch.from_numpy(ratio_NC[np.arange(len(class_N)), class_N]).to(log_ratio_N.device)
-    given = Given(token_N, log_ratio_N, believed_NV, drawn_from_NV)
+    given = Given(token_N, log_ratio_N, believed_NV, drawn_from_NV, forbidden_NV)
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import compress
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -32,6 +32,24 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
 Item = TypeVar("Item")
+
+
+class SequenceView(NamedTuple):
+    """What can be seen of a sequence between two steps.
+
+    Attributes:
+        ids: with the mask token at hidden positions.
+        log_probs: of revealed tokens, when they were revealed.
+        steps: denoising steps so far.
+        num_final: positions from the first one on that no later step changes.
+        forbidden: the ids and log-probabilities of the tokens that the constraint forbids, of each position; None: they are not recorded.
+    """
+
+    ids: list[int]
+    log_probs: list[float]
+    steps: int
+    num_final: int
+    forbidden: tuple[list[list[int]], list[list[float]]] | None
 
 
 class Engine:
@@ -105,7 +123,9 @@ class Engine:
         if config.cache != "exact":
             self.slots.create_cache()
         if config.top_log_probs:
-            self.slots.create_top(min(MOST_TOP, self.lm.config.vocab_size))
+            self.slots.create_top("top", min(MOST_TOP, self.lm.config.vocab_size))
+        if config.top_forbidden:
+            self.slots.create_top("forbidden", min(MOST_TOP, self.lm.config.vocab_size))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -119,9 +139,8 @@ class Engine:
             self.waiting.remove(sequence)
         return sequence is not None
 
-    def state(self, ticket: int) -> tuple[list[int], list[float], int, int] | None:
-        """Of a running sequence: its ids (with the mask token at hidden positions) and their log-probabilities when they were revealed, the
-        denoising steps so far, and the number of positions, from the first one on, that no later step changes. Else None."""
+    def state(self, ticket: int) -> SequenceView | None:
+        """What can be seen of a running sequence; of others None."""
         sequence = next((each for each in self.running if each.ticket == ticket), None)
         if sequence is None:
             return None
@@ -131,7 +150,8 @@ class Engine:
         if sequence.speculation is None and sequence.config.remask == 0 and sequence.config.revise is None:
             hidden = self.slots.hidden_SC[at].tolist()
             num_final = hidden.index(True) if True in hidden else len(ids)
-        return ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final
+        forbidden = self.slots.most_probable("forbidden", at, sequence.config.top_forbidden) if sequence.config.top_forbidden else None
+        return SequenceView(ids, self.slots.log_prob_SC[at].tolist(), sequence.steps_done, num_final, forbidden)
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""

@@ -20,7 +20,12 @@ from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
-TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC", "top_id_SCK", "top_log_prob_SCK")
+TABLES = (
+    *("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC"),
+    *("top_id_SCK", "top_log_prob_SCK", "forbidden_id_SCK", "forbidden_log_prob_SCK"),
+)
+Which = Literal["top", "forbidden"]
+"""Of what tokens the most probable ones are recorded: of all, or of those that the constraint forbids."""
 
 
 class Draft(NamedTuple):
@@ -90,7 +95,7 @@ class Slots:
         ids_SC: token ids, with the mask token at hidden positions.
         step_SC: the step that revealed each token; -1: none.
         log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
-        top_id_SCK, top_log_prob_SCK: likewise; K is 0 until `create_top`.
+        top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until `create_top`.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
@@ -102,8 +107,8 @@ class Slots:
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
-        self.top_id_SCK = torch.zeros(0, 0, 0, dtype=torch.long, device=device)
-        self.top_log_prob_SCK = torch.zeros(0, 0, 0, dtype=torch.float64, device=device)
+        self.top_id_SCK, self.forbidden_id_SCK = (torch.zeros(0, 0, 0, dtype=torch.long, device=device) for _ in range(2))
+        self.top_log_prob_SCK, self.forbidden_log_prob_SCK = (torch.zeros(0, 0, 0, dtype=torch.float64, device=device) for _ in range(2))
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; those in use keep their values."""
@@ -116,11 +121,11 @@ class Slots:
         for cache in self._caches:
             cache.reserve(slots, columns)
 
-    def create_top(self, count: int) -> None:
+    def create_top(self, which: Which, count: int) -> None:
         """Create the tables of the most probable tokens, unless they are there."""
-        if self.top_id_SCK.shape[2] == 0:
-            self.top_id_SCK = self.top_id_SCK.new_zeros(*self.ids_SC.shape, count)
-            self.top_log_prob_SCK = self.top_log_prob_SCK.new_zeros(*self.ids_SC.shape, count)
+        for name in (f"{which}_id_SCK", f"{which}_log_prob_SCK"):
+            if getattr(self, name).shape[2] == 0:
+                setattr(self, name, getattr(self, name).new_zeros(*self.ids_SC.shape, count))
 
     def create_cache(self) -> None:
         """Create the key-value cache, unless there is one."""
@@ -196,6 +201,9 @@ class Slots:
         if decision.top_id_NK is not None and decision.top_log_prob_NK is not None:
             self.top_id_SCK[at] = decision.top_id_NK[index_J]
             self.top_log_prob_SCK[at] = decision.top_log_prob_NK[index_J].double()
+        if decision.forbidden_id_NK is not None and decision.forbidden_log_prob_NK is not None:
+            self.forbidden_id_SCK[at] = decision.forbidden_id_NK[index_J]
+            self.forbidden_log_prob_SCK[at] = decision.forbidden_log_prob_NK[index_J].double()
 
     def remove(self, slot: int) -> int:
         """Free a slot: the last one in use moves there. Returns its old index."""
@@ -214,12 +222,23 @@ class Slots:
         if config.trace:
             trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
         if config.top_log_probs:
-            shown_C, top = self.step_SC[at].ge(0).tolist(), slice(config.top_log_probs)
-            tables = (self.top_id_SCK[at][:, top].tolist(), self.top_log_prob_SCK[at][:, top].tolist())
-            trace.top_ids, trace.top_log_probs = (
-                [each if shown else [] for each, shown in zip(table, shown_C, strict=True)] for table in tables
-            )
+            trace.top_ids, trace.top_log_probs = self.most_probable("top", at, config.top_log_probs)
+        if config.top_forbidden:
+            trace.forbidden_ids, trace.forbidden_log_probs = self.most_probable("forbidden", at, config.top_forbidden)
         return trace
+
+    def most_probable(self, which: Which, at: tuple[int, slice], count: int) -> tuple[list[list[int]], list[list[float]]]:
+        """At each of a slot's positions, the most probable tokens when it was revealed, at most `count`, and their log-probabilities; none
+        where no token was revealed."""
+        id_CK, log_prob_CK = getattr(self, f"{which}_id_SCK")[at][:, :count], getattr(self, f"{which}_log_prob_SCK")[at][:, :count]
+        recorded_CK = self.step_SC[at].ge(0)[:, None].expand_as(id_CK)
+        if which == "forbidden":
+            recorded_CK = recorded_CK & (log_prob_CK > -torch.inf)
+        number_C = recorded_CK.sum(1).tolist()
+        ids, log_probs = (
+            [each[:number] for each, number in zip(table_CK.tolist(), number_C, strict=True)] for table_CK in (id_CK, log_prob_CK)
+        )
+        return ids, log_probs
 
     def present(self, slot_N: Tensor, vocabulary: int) -> Tensor:
         """The tokens [N, V] that occur in the sequences of these slots."""

@@ -242,10 +242,14 @@ class ServerBackend(RemoteBackend):
 
 def read_trace(fields: dict[str, Any]) -> Trace:
     """A trace from JSON, where null stands for a log-probability of minus infinity."""
-    for name in ("log_probs", "sampled_log_probs"):
-        if fields.get(name) is not None:
-            fields = {**fields, name: [-math.inf if value is None else value for value in fields[name]]}
-    return Trace(**fields)
+    return Trace(**{name: _with_infinity(value) if name.endswith("log_probs") else value for name, value in fields.items()})
+
+
+def _with_infinity(values: Any) -> Any:
+    """Log-probabilities, or lists of them."""
+    if isinstance(values, list):
+        return [_with_infinity(value) for value in values]
+    return -math.inf if values is None else values
 
 
 def in_chunks(requests: Sequence[Request], size: int) -> list[list[Request]]:

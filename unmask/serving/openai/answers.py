@@ -184,13 +184,16 @@ class Reply:
     def _frame(self, index: int, frame: Frame) -> Fields:
         """A frame, whose positions count from the first one that is answered."""
         region = self.progresses[index].region
-        revealed = [
-            {"position": position - region.start, "token": token, "text": self._token_text(token), "probability": math.exp(log_prob)}
-            for position, token, log_prob in frame.revealed
-        ]
+        revealed = [{"position": each.position - region.start, **self._token(each.token, each.log_prob)} for each in frame.revealed]
+        if self.plan.config.top_forbidden:
+            for fields, each in zip(revealed, frame.revealed, strict=True):
+                fields["forbidden"] = [self._token(*token) for token in each.forbidden]
         committed = min(max(frame.num_final, region.start), region.stop) - region.start
         hidden = [position - region.start for position in frame.hidden]
         return {"step": frame.step, "revealed": revealed, "hidden": hidden, "committed": committed}
+
+    def _token(self, token: int, log_prob: float) -> Fields:
+        return {"token": token, "text": self._token_text(token), "probability": math.exp(log_prob)}
 
 
 def _event(content: Any) -> str:

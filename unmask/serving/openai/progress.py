@@ -89,8 +89,8 @@ class Progress:
         if event.frame is not None:
             for position in event.frame.hidden:
                 self.ids[position] = self.lm.mask_token_id
-            for position, token, log_prob in event.frame.revealed:
-                self.ids[position], self._log_probs[position] = token, log_prob
+            for each in event.frame.revealed:
+                self.ids[each.position], self._log_probs[each.position] = each.token, each.log_prob
         if event.trace is not None:
             return self._end(event.trace)
         return "" if event.frame is None else self._commit(event.frame)
