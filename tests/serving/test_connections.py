@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -27,20 +29,26 @@ BEGUN = threading.Event()  # an answer that is large
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with little, or at /large with more than any buffer holds."""
+    """Answers with little; at /large with more than any buffer holds; at a number with as many bytes at once."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    if scope["path"] == "/large":
+    path = scope["path"].removeprefix("/")
+    if path == "large":
         BEGUN.set()
-    for _ in range(LARGE // 65536 if scope["path"] == "/large" else 0):
-        await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+        for _ in range(LARGE // 65536):
+            await send({"type": "http.response.body", "body": bytes(65536), "more_body": True})
+    elif path:
+        await send({"type": "http.response.body", "body": bytes(int(path)), "more_body": True})
     await send({"type": "http.response.body", "body": b"done"})
 
 
 @contextmanager
-def listening(app: ASGIApp, limits: ConnectionLimits = LIMITS) -> Iterator[tuple[str, uvicorn.Server]]:
+def listening(app: ASGIApp, limits: ConnectionLimits = LIMITS, buffer: int | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
+    """`buffer`: the bytes that the system holds of an answer until its client reads them; None: as many as it likes."""
     config = uvicorn.Config(app, http=partial(LimitedConnection, limits=limits), lifespan="off", log_level="critical", timeout_keep_alive=1)
     server = uvicorn.Server(config)
     with open_port("127.0.0.1", 0) as listener:
+        if buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         while not server.started:
@@ -95,6 +103,34 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
         assert len(read_all(deaf)) < LARGE
     with listening(application, ConnectionLimits(write_seconds=60)) as (url, _):  # but who reads gets all of it
         assert len(httpx.get(f"{url}/large").content) == LARGE + 4
+
+
+@pytest.mark.parametrize("path, size", [("40000", 40_000), ("large", LARGE)])
+@pytest.mark.parametrize("reads", [False, True])
+def test_who_reads_a_byte_now_and_then_is_cut_off(path: str, size: int, reads: bool) -> None:
+    """Also where the connection has all of the answer, so that the application has ended."""
+    with listening(application, buffer=4096) as (url, server), socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        slow.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+        assert slow.recv(1) == b"H"
+        while server.server_state.connections:
+            time.sleep(0.01)
+            if reads:
+                with contextlib.suppress(ConnectionResetError):
+                    slow.recv(1)
+        assert len(read_all(slow)) < size
+
+
+def test_who_reads_fast_enough_gets_all_however_long_it_takes() -> None:
+    limits = ConnectionLimits(write_seconds=0.2, write_bytes=2000)
+    with listening(application, limits, buffer=4096) as (url, _), connect(url) as slow:
+        slow.sendall(b"GET /1000000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        began, got = time.monotonic(), b""
+        while part := slow.recv(10_000):
+            got += part
+            time.sleep(0.01)
+        assert len(got) > 1_000_000 and b"done" in got[-20:] and time.monotonic() - began > 2 * limits.write_seconds
 
 
 def test_more_connections_than_the_limit_are_told_to_come_back() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -19,11 +20,12 @@ class ConnectionLimits:
     Attributes:
         connections: the most at once.
         head_seconds: in which the head of a request must arrive, from the connection or its first byte on.
-        write_seconds: after which a client that reads nothing of its answer is cut off.
+        write_bytes, write_seconds: a client that reads less than so many bytes of its answer in so many seconds is cut off.
     """
 
     connections: int = 512
     head_seconds: float = 10.0
+    write_bytes: int = 32 * 1024
     write_seconds: float = 30.0
 
 
@@ -38,6 +40,7 @@ class LimitedConnection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # whatever the client has not read yet pauses writing, also at the end of its answer
         if len(self.connections) > self.limits.connections:
             transport.write(FULL)
             transport.close()
@@ -53,8 +56,7 @@ class LimitedConnection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._write is None:
-            self._write = self._after(self.limits.write_seconds, self.transport.abort)
+        self._expect_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -64,6 +66,17 @@ class LimitedConnection(H11Protocol):
         self._cancel_head()
         self._cancel_write()
         super().connection_lost(exc)
+
+    def _expect_reading(self) -> None:
+        """Look later how much of what waits now the client has read."""
+        self._write = self._after(self.limits.write_seconds, partial(self._check_reading, self.transport.get_write_buffer_size()))
+
+    def _check_reading(self, waiting: int) -> None:
+        """Cut off a client that has read too little of the bytes that were waiting."""
+        if waiting - self.transport.get_write_buffer_size() < self.limits.write_bytes:
+            self.transport.abort()
+        else:
+            self._expect_reading()
 
     def _after(self, seconds: float, function: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(seconds, function)

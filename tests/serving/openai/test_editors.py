@@ -172,6 +172,21 @@ def test_a_completion_as_of_mistral(frames, service):
     assert whole["message"]["content"] == whole["text"] == expected
 
 
+def test_fields_that_clients_of_mistral_send(service):
+    scheduler = service()
+    asked = {"prompt": PREFIX, "max_tokens": 12, "temperature": 1.5}
+    seeded = answer(scheduler, "fim/completions", **asked, seed=4)["choices"]
+    for fields in ({"random_seed": 4}, {"random_seed": 4, "seed": 4}, {"random_seed": 4, "min_tokens": 0, "metadata": None}):
+        assert answer(scheduler, "fim/completions", **asked, **fields)["choices"] == seeded
+    assert answer(scheduler, "fim/completions", **asked, random_seed=5)["choices"] != seeded
+    refused = {"random_seed": {"random_seed": 4, "seed": 5}, "min_tokens": {"min_tokens": 3}, "metadata": {"metadata": {"a": "b"}}}
+    for name, fields in refused.items():
+        found = ask(scheduler, "fim/completions", **asked, **fields)
+        assert found.status_code == 400 and found.json()["error"]["param"] == name, found.text
+    assert "differs from seed" in ask(scheduler, "fim/completions", **asked, random_seed=4, seed=5).json()["error"]["message"]
+    assert ask(scheduler, "completions", **asked, random_seed=4).json()["error"]["code"] == "unknown_parameter"
+
+
 def test_an_edit_of_zed(service):
     asked = {"model": "tiny", "messages": [{"role": "user", "content": ZED}], "stream": False, "max_completion_tokens": None}
     [choice] = answer(service("block_causal", 4), "edit/completions", **asked)["choices"]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from unmask.serving.openai.requests import NO_PENALTY, NOTHING, Body, Many, NewerRequest
+from unmask.serving.openai.requests import NO_PENALTY, NOTHING, Body, Key, Many, NewerRequest
 
 NO_SUFFIX = "<|endoftext|>"
 """What editors made for Inception's API send as the suffix at the end of a file."""
@@ -17,12 +17,18 @@ NO_SUFFIX = "<|endoftext|>"
 class FimRequest(NewerRequest):
     """A body of /v1/fim/completions."""
 
-    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY)
+    unsupported: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), NO_PENALTY),
+        "min_tokens": (0,),
+        "metadata": NOTHING,
+    }
 
     prompt: str
     """The text before the gap."""
     suffix: str = ""
     """The text after it. Empty: the prompt is continued."""
+    random_seed: Key | None = None
+    """Mistral's name of `seed`."""
 
 
 class EditMessage(Body):

@@ -14,7 +14,7 @@ from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import UnsupportedError, check_depth
 from unmask.serving.limits import Limits
-from unmask.serving.openai.editor_requests import EditRequest
+from unmask.serving.openai.editor_requests import EditRequest, FimRequest
 from unmask.serving.openai.edits import REGION, region_to_edit
 from unmask.serving.openai.requests import NewerRequest, ObjectFormat, SamplingRequest, SchemaFormat, TextFormat
 
@@ -41,17 +41,17 @@ def sampler_config(
 
     Raises:
         ConfigError: settings that contradict one another.
-        GenerationError: a limit is exceeded, a constraint is given twice, or `max_tokens` and `max_completion_tokens` differ.
+        GenerationError: a limit is exceeded, a constraint is given twice, or two names of one field have different values.
     """
     default_tokens = default_tokens or min(SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens)
     max_tokens = tokens_wanted(request) or default_tokens
     given = request.diffusion.sampler
     openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_log_probs": top_log_probs}
     given |= {name: value for name, value in openai.items() if value is not None}
-    if request.seed is None:
-        given["seed"] = 0 if request.diffusion.keys is not None else secrets.randbelow(SEEDS)
-    else:
-        given["seed"] = request.seed
+    seed = seed_wanted(request)
+    if seed is None:
+        seed = 0 if request.diffusion.keys is not None else secrets.randbelow(SEEDS)
+    given["seed"] = seed
     given |= _biases(lm, request.logit_bias or {}, given)
     if constraint is not None:
         if given.get("constraint") is not None:
@@ -73,6 +73,14 @@ def tokens_wanted(request: SamplingRequest) -> int | None:
     if None not in (request.max_tokens, newer) and request.max_tokens != newer:
         raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
     return newer or request.max_tokens
+
+
+def seed_wanted(request: SamplingRequest) -> int | None:
+    """The seed that a request gives. Raises GenerationError if it gives two."""
+    other = request.random_seed if isinstance(request, FimRequest) else None
+    if None not in (request.seed, other) and request.seed != other:
+        raise GenerationError("differs from seed", where="random_seed", remedy="Leave one out")
+    return other if request.seed is None else request.seed
 
 
 def edit_length(lm: DiffusionLM, request: EditRequest, limits: Limits, prompt_tokens: int) -> int:
