@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -23,7 +24,7 @@ def serve(
     host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once, in each worker.")] = 8,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of what runs at once, padding included.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
     deterministic: Annotated[
@@ -44,18 +45,27 @@ def serve(
         list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may use the server, such as https://example.org.")
     ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, with its prompt.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that have the model, one for each GPU, say; unset: the server itself has it.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="The devices of the workers, as cuda:0,cuda:1; unset: all GPUs in turn, or else the CPU."),
+    ] = None,
 ) -> None:
     """Serve a model over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
-    from unmask.models.load import load
-    from unmask.serving.app import AppSettings, make_app
+    from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
     from unmask.serving.middleware import LOOPBACK
-    from unmask.serving.scheduler import Scheduler
-    from unmask.serving.server import make_server, open_port
+    from unmask.serving.run import Serving
+    from unmask.serving.served_model import ServedModel
+    from unmask.serving.server import open_port
 
+    placed = devices_of_workers(workers, devices, model)
+    queue_size = share_of_queue(queue_size, len(placed))
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
@@ -67,16 +77,40 @@ def serve(
     )
     if log_requests:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    scheduling = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size, "deterministic": deterministic}
+    name = name or name_of(model.path)
+    served = ServedModel(model.path, model.load_arguments(), name, scheduling, settings.limits, grace)
     with open_port(host, port) as listener:
-        lm = load(model.path, **model.load_arguments())
-        most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
-        scheduler = Scheduler(lm, name or name_of(model.path), **most, deterministic=deterministic)
-        address = listener.getsockname()
-        place = f"[{address[0]}]" if ":" in address[0] else address[0]
-        served = f"{shown(str(lm))} is served as {shown(scheduler.name)} at http://{place}:{address[1]}"
-        limits, tell = ConnectionLimits(max_connections), partial(typer.echo, served)
-        server = make_server(make_app(scheduler, settings), scheduler, connections=limits, grace=grace, on_start=tell)
-        server.run(sockets=[listener])
+        announce_this = partial(announce, listener, name, len(placed))
+        Serving(served, settings, listener, ConnectionLimits(max_connections), announce_this).run(placed)
+
+
+def devices_of_workers(workers: int | None, devices: str | None, model: ModelConfig) -> list[str]:
+    """The device of each worker; empty: there are none."""
+    from unmask.serving.workers.devices import place
+
+    if workers is None and devices is None:
+        return []
+    if model.device_map is not None:
+        what = "one model on all GPUs leaves none for other workers"
+        raise ConfigError(what, where="--device-map", remedy="Leave it out, or --workers and --devices")
+    return place(workers, devices, model.device if "device" in model.model_fields_set else None)
+
+
+def share_of_queue(queue_size: int, workers: int) -> int:
+    """How many sequences may wait in each process."""
+    if queue_size < workers:
+        what = f"{queue_size} sequences for {workers} workers, each of which has its own"
+        raise ConfigError(what, where="--queue-size", remedy="Let one wait for each worker at least")
+    return queue_size // (workers or 1)
+
+
+def announce(listener: socket.socket, name: str, workers: int, model: str) -> None:
+    """Say what is served, and where."""
+    address = listener.getsockname()
+    place = f"[{address[0]}]" if ":" in address[0] else address[0]
+    by = f" by {workers} workers" if workers else ""
+    typer.echo(f"{shown(model)} is served as {shown(name)}{by} at http://{place}:{address[1]}")
 
 
 def keys_of(file: Path | None) -> tuple[str, ...]:

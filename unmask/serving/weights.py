@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NotRequired, Protocol
 
+import torch
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
@@ -45,12 +47,20 @@ class NewWeights(BaseModel):
 
 
 class Served(TypedDict):
-    """The name of the weights that are served."""
+    """The name of the weights that are served. `workers`: how many hold them by now, of a server with workers."""
 
     version: str | None
+    workers: NotRequired[int]
 
 
-def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -> APIRouter:
+class Replace(Protocol):
+    """Serves the weights of a folder, which the caller has `given` by this name, and tells which ones are served. Raises ServiceError and
+    ModelError for a refusal, which changes nothing."""
+
+    async def __call__(self, folder: Path, given: str, version: str) -> Served: ...
+
+
+def make_router(replace: Replace, folders: Sequence[Path], admin_key: str) -> APIRouter:
     """The route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
 
     async def check_key(request: Request) -> None:
@@ -59,20 +69,32 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
 
     router, roots = APIRouter(route_class=OpenAIRoute), [folder.resolve() for folder in folders]
 
-    @router.post(PATH, dependencies=[Depends(check_key)])
-    async def replace_weights(body: NewWeights) -> Served:
+    @router.post(PATH, dependencies=[Depends(check_key)], response_model_exclude_unset=True)
+    async def new_weights(body: NewWeights) -> Served:
         """Serve other weights of the same model, once what runs has finished. A refusal changes nothing."""
         folder = await asyncio.to_thread(allowed_folder, body.path, roots)
-        try:
-            await scheduler.replace_weights(partial(load_weights, scheduler.lm, folder), body.version)
-        except (ConfigError, DataError, ModelError) as error:
-            raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=REMEDY) from error
-        except (OSError, RuntimeError) as error:  # of the disk, or of the device
-            logger.exception("weights cannot be loaded")
-            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
-        return {"version": scheduler.version}
+        return await replace(folder, body.path, body.version)
 
     return router
+
+
+async def replace_weights(scheduler: Scheduler, folder: Path, given: str, version: str) -> Served:
+    """`Replace` for the model of a scheduler."""
+    with naming_as_given(folder, given):
+        await scheduler.replace_weights(lambda: put_weights(scheduler.lm, read_weights(scheduler.lm, folder)), version)
+    return {"version": scheduler.version}
+
+
+@contextmanager
+def naming_as_given(folder: Path, given: str) -> Iterator[None]:
+    """Inside, errors of reading a folder name it as the caller did, and none tells where it lies."""
+    try:
+        yield
+    except (ConfigError, DataError, ModelError) as error:
+        raise ModelError(error.what.replace(str(folder), given), where="path", remedy=REMEDY) from error
+    except (OSError, RuntimeError) as error:  # of the disk, or of the device
+        logger.exception("weights cannot be loaded")
+        raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
 
 
 def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
@@ -98,8 +120,8 @@ def _refuse_links(folder: Path, roots: Sequence[Path], refusal: UnmaskError) -> 
                 raise refusal
 
 
-def load_weights(lm: DiffusionLM, folder: Path) -> None:
-    """Load the weights of a folder into a model. ModelError if they are not safetensors of a whole model like it, which stays as it was."""
+def read_weights(lm: DiffusionLM, folder: Path) -> Mapping[str, torch.Tensor]:
+    """The weights of a folder, by name. ModelError if they are not safetensors of a whole model like this one, which stays as it is."""
     where = str(folder)
     new = load(where, dtype=str(next(lm.model.parameters()).dtype).removeprefix("torch."))
     if differ := differences(model_facts(new), model_facts(lm)):
@@ -108,4 +130,9 @@ def load_weights(lm: DiffusionLM, folder: Path) -> None:
     shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
+    return weights
+
+
+def put_weights(lm: DiffusionLM, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put weights that `read_weights` has read into a model."""
     lm.model.load_state_dict(weights)
