@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,18 @@ from unmask.serving.app import AppSettings
 from unmask.serving.workers import worker as worker_module
 
 PATTERN: dict[str, Any] = {"attention": "block_causal", "block_size": 3}
+
+
+@pytest.fixture(autouse=True)
+def one_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading a model sets torch's default dtype for a moment, for all threads. Workers that are processes have one each."""
+    lock, read = threading.Lock(), worker_module.read_weights
+
+    def alone(lm: DiffusionLM, folder: Path) -> Any:
+        with lock:
+            return read(lm, folder)
+
+    monkeypatch.setattr(worker_module, "read_weights", alone)
 
 
 @pytest.fixture
