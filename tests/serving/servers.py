@@ -22,7 +22,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.connections import ConnectionLimits
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.server import make_server, open_port
+from unmask.serving.server import GracefulServer, make_server, open_port
 
 ADMIN = {"Authorization": "Bearer admin"}
 http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, verify=False, timeout=120)
@@ -57,17 +57,23 @@ def served(
     scheduler = Scheduler({name: lm, **(more or {})}, **scheduling)
     app = make_app(scheduler, settings or AppSettings())
     server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
-    with open_port("127.0.0.1", port) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:  # until then the port refuses connections
-            assert thread.is_alive()
-            time.sleep(0.01)
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with open_port("127.0.0.1", port) as listener, listening(server, listener):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def listening(server: GracefulServer, listener: socket.socket) -> Iterator[None]:
+    """Inside, the server accepts connections, in a thread."""
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:  # until then the port refuses connections
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @contextmanager

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.generation.tiny_models import tiny
-from tests.helpers import REPOSITORY
+from tests.serving.commands import command
 from tests.serving.servers import connect, http_get, http_post, served
 from unmask.cli import app
 from unmask.cli.serve import keys_of, name_of
@@ -29,23 +24,6 @@ from unmask.serving.app import AppSettings, make_app
 from unmask.serving.middleware import LOOPBACK
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import make_server, open_port
-
-
-@contextmanager
-def command(*words: Any, environment: dict[str, str] | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`unmask serve` on a free port: the process, and its address."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"} | (environment or {})
-    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
-    with subprocess.Popen([sys.executable, "-m", "unmask", "serve", *map(str, words), "--port", "0"], **options) as process:
-        try:
-            assert process.stdout is not None
-            line = next((line for line in process.stdout if "is served as" in line), "")
-            assert line, "it ended"
-            url = line.split()[-1]
-            connect(url).close()  # it accepts when it says where it is
-            yield process, url
-        finally:
-            process.kill()
 
 
 def complete(url: str, prompt: str, **fields: Any) -> httpx.Response:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,11 +16,6 @@ from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
-from unmask.redaction import shown
-
-if TYPE_CHECKING:
-    from unmask.models.diffusion_lm import DiffusionLM
-    from unmask.serving.scheduler import Scheduler
 
 
 @spread_configs
@@ -30,7 +26,7 @@ def serve(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="The model's name for clients; unset: that of its folder.")] = None,
     adapters: Annotated[list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA adapters on MODEL; repeatable.")] = None,
     more_models: Annotated[list[str] | None, typer.Option("--model", metavar="NAME=PATH", help="Another model; repeatable.")] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences of all requests that run at once, in each worker.")] = 8,
     max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a model's running sequences, padded.")] = None,
     queue_size: Annotated[int, typer.Option(min=1, help="Sequences that may wait; further requests are answered with 429.")] = 256,
     deterministic: Annotated[
@@ -51,18 +47,29 @@ def serve(
         list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may use the server, such as https://example.org.")
     ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, with its prompt.")] = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes that have the model, one for each GPU, say; unset: the server itself has it.")
+    ] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(metavar="NAMES", help="The devices of the workers, as cuda:0,cuda:1; unset: all GPUs in turn, or else the CPU."),
+    ] = None,
 ) -> None:
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
-    from unmask.serving.app import AppSettings, make_app
+    from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
     from unmask.serving.middleware import LOOPBACK
-    from unmask.serving.scheduler import Scheduler
-    from unmask.serving.server import make_server, open_port
+    from unmask.serving.run import Serving
+    from unmask.serving.served_models import ServedModels
+    from unmask.serving.server import open_port
 
-    names = names_and_paths(name or name_of(model.path), adapters or (), more_models or ())
+    name = name or name_of(model.path)
+    adapted, others = names_and_paths(name, adapters or (), more_models or ())
+    placed = devices_of_workers(workers, devices, model)
+    queue_size = share_of_queue(queue_size, len(placed))
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
@@ -74,18 +81,44 @@ def serve(
     )
     if log_requests:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    scheduling = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size, "deterministic": deterministic}
+    served = ServedModels(model.path, model.load_arguments(), name, adapted, others, scheduling, settings.limits, grace)
     with open_port(host, port) as listener:
-        most: dict[str, Any] = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size}
-        models, adapted = load_models(model, *names)
-        scheduler = Scheduler(models, adapters=adapted, **most, deterministic=deterministic)
-        limits, tell = ConnectionLimits(max_connections), partial(typer.echo, description(scheduler, *listener.getsockname()[:2]))
-        server = make_server(make_app(scheduler, settings), scheduler, connections=limits, grace=grace, on_start=tell)
-        server.run(sockets=[listener])
+        announce_this = partial(announce, listener, len(placed))
+        Serving(served, settings, listener, ConnectionLimits(max_connections), announce_this).run(placed)
 
 
-def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> tuple[str, dict[str, str], dict[str, str]]:
-    """The name of the first model, and the paths of adapters and of further models by their names, of options NAME=PATH. Raises ConfigError
-    for one without a name or a path, or for a name that is taken."""
+def devices_of_workers(workers: int | None, devices: str | None, model: ModelConfig) -> list[str]:
+    """The device of each worker; empty: there are none."""
+    from unmask.serving.workers.devices import place
+
+    if workers is None and devices is None:
+        return []
+    if model.device_map is not None:
+        what = "one model on all GPUs leaves none for other workers"
+        raise ConfigError(what, where="--device-map", remedy="Leave it out, or --workers and --devices")
+    return place(workers, devices, model.device if "device" in model.model_fields_set else None)
+
+
+def share_of_queue(queue_size: int, workers: int) -> int:
+    """How many sequences may wait in each process."""
+    if queue_size < workers:
+        what = f"{queue_size} sequences for {workers} workers, each of which has its own"
+        raise ConfigError(what, where="--queue-size", remedy="Let one wait for each worker at least")
+    return queue_size // (workers or 1)
+
+
+def announce(listener: socket.socket, workers: int, what: str) -> None:
+    """Say what is served, and where."""
+    address = listener.getsockname()
+    place = f"[{address[0]}]" if ":" in address[0] else address[0]
+    by = f" by {workers} workers" if workers else ""
+    typer.echo(f"{what}{by} at http://{place}:{address[1]}")
+
+
+def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> list[dict[str, str]]:
+    """The paths of adapters, and of models beside the one of this name, by their names, of options NAME=PATH. Raises ConfigError for one
+    without a name or a path, or for a name that is taken."""
     taken = {name: "MODEL"}
     found: list[dict[str, str]] = []
     for option, texts in (("--adapters", adapters), ("--model", models)):
@@ -100,27 +133,7 @@ def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -
                 raise ConfigError(f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy)
             taken[called], paths[called] = f"{option} {text}", path
         found.append(paths)
-    return name, found[0], found[1]
-
-
-def load_models(
-    model: ModelConfig, name: str, adapters: dict[str, str], more: dict[str, str]
-) -> tuple[dict[str, DiffusionLM], dict[str, DiffusionLM]]:
-    """The models by their names, and those that are adapters on the first one."""
-    from unmask.models.load import load
-    from unmask.models.stored_adapters import load_adapters
-
-    options = model.load_arguments()
-    models = {called: load(path, **options) for called, path in {name: model.path, **more}.items()}
-    return models, {called: load_adapters(models[name], path) for called, path in adapters.items()}
-
-
-def description(scheduler: Scheduler, host: str, port: int) -> str:
-    """What is served, and where."""
-    [name, first], *others = [(model.name, model.lm) for model in scheduler.models.values()]
-    more = "".join(f", {shown(str(lm))} as {shown(called)}" for called, lm in others)
-    place = f"[{host}]" if ":" in host else host
-    return f"{shown(str(first))} is served as {shown(name)}{more} at http://{place}:{port}"
+    return found
 
 
 def keys_of(file: Path | None) -> tuple[str, ...]:

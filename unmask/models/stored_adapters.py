@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,21 +48,30 @@ def load_adapters(lm: DiffusionLM, path: str | Path) -> DiffusionLM:
             adapted = add_adapters(lm.bind(_sharing(lm.model)), config)
     except ConfigError as error:  # of modules that the model does not have
         raise ModelError(error.what, where=where, remedy=REMEDY) from error
-    _fill(adapted, weights, where)
+    _check_shapes(adapted, weights, where)
+    with reading("cannot load the adapters", where, REMEDY):
+        put_adapters(adapted, weights)
     adapted.model.eval()
     return adapted
 
 
-def replace_adapters(lm: DiffusionLM, path: str | Path, check: Callable[[], None] = lambda: None) -> None:
-    """Load the weights of a folder into the adapters of a model from `load_adapters`. `check` is called when they are read, and before they
-    are loaded. ModelError as there, and for adapters with other settings; the model then stays as it was."""
+def read_adapters(lm: DiffusionLM, path: str | Path) -> dict[str, torch.Tensor]:
+    """The weights of a folder for the adapters of a model from `load_adapters`, off the memory of its files. ModelError as there, and for
+    adapters with other settings."""
     where = str(path)
     config, weights = _read(lm, where)
     present = lm.model.active_peft_config
     if other := [name for name in COMPARED if getattr(config, name) != getattr(present, name)]:
         raise ModelError(f"their {', '.join(other)} differs from that of the present adapters", where=where, remedy=REMEDY)
-    check()
-    _fill(lm, weights, where)
+    _check_shapes(lm, weights, where)
+    return weights
+
+
+def put_adapters(lm: DiffusionLM, weights: Mapping[str, torch.Tensor]) -> None:
+    """Put weights that `read_adapters` has read into the adapters of a model."""
+    from peft import set_peft_model_state_dict
+
+    set_peft_model_state_dict(lm.model, dict(weights))
 
 
 def _read(lm: DiffusionLM, where: str) -> tuple[peft.LoraConfig, dict[str, torch.Tensor]]:
@@ -110,15 +119,13 @@ def _sharing(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in chain(model.parameters(), model.buffers())})
 
 
-def _fill(lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str) -> None:
-    """Load the weights of adapters. Raises ModelError, and changes nothing, if they are not exactly those that the model has: PEFT would
-    leave out what it does not find, and write to the weights below the adapters what is not of adapters."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+def _check_shapes(lm: DiffusionLM, weights: dict[str, torch.Tensor], where: str) -> None:
+    """Raise ModelError for weights of adapters that are not exactly those that the model has: PEFT would leave out what it does not find,
+    and write to the weights below the adapters what is not of adapters."""
+    from peft import get_peft_model_state_dict
 
     there = {name: tuple(weight.shape) for name, weight in weights.items()}
     here = {name: tuple(weight.shape) for name, weight in get_peft_model_state_dict(lm.model, save_embedding_layers=False).items()}
     if unlike := sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
         shapes = f"is {there.get(unlike[0], 'absent')}, and has to be {here.get(unlike[0], 'absent')}"
         raise ModelError(f"the adapters are of another model: {unlike[0]} {shapes}", where=where, remedy=REMEDY)
-    with reading("cannot load the adapters", where, REMEDY):
-        set_peft_model_state_dict(lm.model, weights)

@@ -6,6 +6,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -21,13 +22,13 @@ from unmask.errors import ConfigError
 from unmask.serving import weights
 from unmask.serving.errors import add_error_handlers, error_response
 from unmask.serving.limits import Limits
-from unmask.serving.metrics import CountRequests, Metrics
+from unmask.serving.metrics import CountRequests, RequestMetrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
 from unmask.serving.model_service import ModelService
 from unmask.serving.openai import routes
 from unmask.serving.scheduler import Scheduler
 
-HEALTH = "/health"
+HEALTH, METRICS = "/health", "/metrics"
 PLAYGROUND = Path(__file__).with_name("static")
 
 
@@ -80,20 +81,30 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
         await scheduler.stop(grace=0)
 
     app = FastAPI(title="Unmask", lifespan=lifespan, docs_url=None, redoc_url=None)
-    add_error_handlers(app)
-    app.add_exception_handler(Exception, _failed)
     _add_state(app, scheduler)
     services = {name: ModelService(scheduler, name) for name in scheduler.models}
     app.include_router(routes.make_router(services, settings.limits))
+    add_weights(app, settings, partial(weights.replace_weights, scheduler))
+    return finished(app, settings, scheduler.metrics)
+
+
+def add_weights(app: FastAPI, settings: AppSettings, replace: weights.Replace) -> None:
+    """Add the route for new weights, where it is allowed."""
     if settings.admin_key and settings.weights_from:
-        app.include_router(weights.make_router(scheduler, settings.weights_from, settings.admin_key))
+        app.include_router(weights.make_router(replace, settings.weights_from, settings.admin_key))
+
+
+def finished(app: FastAPI, settings: AppSettings, metrics: RequestMetrics) -> ASGIApp:
+    """An application that has all its routes, with errors in OpenAI's shape, the playground, and the middlewares before it; the last one
+    here is the first to see a request."""
+    add_error_handlers(app)
+    app.add_exception_handler(Exception, _failed)
     if (PLAYGROUND / "index.html").is_file():
         app.mount("/", StaticFiles(directory=PLAYGROUND, html=True))
-    return _guarded(app, settings, scheduler.metrics)
+    return _guarded(app, settings, metrics)
 
 
-def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
-    """The application behind its middlewares; the last one here is the first to see a request."""
+def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> ASGIApp:
     app = BodyLimits(app, settings.limits, log=settings.log_requests)
     app = ApiKeys(app, settings.api_keys, {HEALTH, weights.PATH})  # that route has a key of its own
     if settings.allow_origins:
@@ -108,7 +119,7 @@ def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
         """Whether the engines work."""
         return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
 
-    @app.get("/metrics")
+    @app.get(METRICS)
     async def metrics() -> Response:
         """What the server measures, for Prometheus."""
         return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

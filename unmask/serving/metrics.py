@@ -10,11 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 OTHER = "other"
 """The label of a path that is no route: clients may not make up labels."""
+COUNTED = "unmask.counted"
+"""Set in the scope of a request that another process has counted."""
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
-class Metrics:
-    """The figures of one server, in a registry of their own."""
+class RequestMetrics:
+    """The figures of the requests to one server, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -23,6 +25,18 @@ class Metrics:
         self.request_seconds = Histogram(
             "unmask_request_seconds", "From a request to the end of its answer.", ["route"], buckets=SECONDS, **own
         )
+
+    def text(self) -> bytes:
+        """All figures, for a scraper."""
+        return generate_latest(self.registry)
+
+
+class Metrics(RequestMetrics):
+    """The figures of a server and of its engine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own: dict[str, Any] = {"registry": self.registry}
         self.queue_length = Gauge("unmask_queue_length", "Sequences that wait.", **own)
         self.running = Gauge("unmask_running_sequences", "Sequences that are denoised.", **own)
         self.sequences = Counter("unmask_sequences", "Sequences that ended, by outcome.", ["model", "outcome"], **own)
@@ -35,15 +49,11 @@ class Metrics:
             "unmask_first_frame_seconds", "From a request to the first frame of a sequence that is streamed.", buckets=SECONDS, **own
         )
 
-    def text(self) -> bytes:
-        """All figures, for a scraper."""
-        return generate_latest(self.registry)
-
 
 class CountRequests:
-    """ASGI: counts the answers of an application, and how long they take."""
+    """ASGI: counts the answers of an application, and how long they take, but for those that another process has counted."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], metrics: Metrics):
+    def __init__(self, app: Callable[..., Awaitable[None]], metrics: RequestMetrics):
         self.app, self.metrics = app, metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -60,6 +70,7 @@ class CountRequests:
         try:
             await self.app(scope, receive, counted)
         finally:
-            route = getattr(scope.get("route"), "path", None) or OTHER
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.request_seconds.labels(route).observe(perf_counter() - started)
+            if not scope.get(COUNTED):
+                route = getattr(scope.get("route"), "path", None) or OTHER
+                self.metrics.requests.labels(route, str(status)).inc()
+                self.metrics.request_seconds.labels(route).observe(perf_counter() - started)

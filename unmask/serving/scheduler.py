@@ -29,7 +29,17 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.fair_queue import FairQueue
 from unmask.serving.metrics import Metrics
 from unmask.serving.model_engine import MOST_FAILURES, ModelEngine
-from unmask.serving.service import BetweenSteps, OtherWeightsError, OverloadedError, ReplacedError, Result, ServiceError, StoppedError, Work
+from unmask.serving.service import (
+    BetweenSteps,
+    OtherWeightsError,
+    OverloadedError,
+    ReplacedError,
+    Result,
+    ServiceError,
+    Work,
+    cut_off_error,
+    ending_error,
+)
 from unmask.serving.side_work import Job, SideWork
 from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
@@ -112,7 +122,7 @@ class Scheduler:
             self._stopping = True
             self._changed.notify()
         for work in (self._aside, self._searches):
-            work.stop(_ending())  # since what follows would be refused
+            work.stop(ending_error())  # since what follows would be refused
         if self._thread.ident is None:
             return
         await asyncio.to_thread(self._thread.join, grace)
@@ -200,7 +210,7 @@ class Scheduler:
 
     def _check_stopping(self) -> None:
         if self._stopping:
-            raise _ending()
+            raise ending_error()
 
     def _make_room(self, count: int, owner: str) -> None:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
@@ -245,7 +255,7 @@ class Scheduler:
             self._jobs.clear()
             self._queue.remove(lambda entry: True)
             self._changed.notify()
-        stopped = StoppedError("the server ended before this request was finished", remedy="Send it again")
+        stopped = cut_off_error()
         self._deliver([(submission, stopped) for submission in left])
         for job in jobs:
             if job.done.set_running_or_notify_cancel():
@@ -346,10 +356,6 @@ class Scheduler:
             theirs = [delivery for delivery in deliveries if delivery[0].loop is loop]
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it whoever waited
                 loop.call_soon_threadsafe(hand_over, theirs)
-
-
-def _ending() -> StoppedError:
-    return StoppedError("the server is ending", remedy="Send it again, to another one or later")
 
 
 def _failure() -> ServiceError:

@@ -7,25 +7,40 @@ import logging
 import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from unmask.errors import ConfigError
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
-from unmask.serving.scheduler import LAST_STEP, Scheduler
+from unmask.serving.scheduler import LAST_STEP
 
 SECONDS_FOR_ERRORS = 2  # seconds in which errors reach those whose requests the end of the server cut off
+
+
+class Engine(Protocol):
+    """What generates the answers of a server: a scheduler, or processes that have one each.
+
+    Attributes:
+        on_end: is called when it ends by itself.
+    """
+
+    on_end: Callable[[], None]
+
+    async def stop(self, grace: float = 30.0) -> None:
+        """Accept nothing more, and end when what was accepted has finished; after `grace` seconds the rest ends with an error."""
+        ...
 
 
 class GracefulServer(uvicorn.Server):
     """On SIGTERM or SIGINT it accepts nothing more, and ends when all that it has accepted is answered; after `grace` seconds the rest is
     answered with an error. It also ends when the engine does."""
 
-    def __init__(self, config: uvicorn.Config, scheduler: Scheduler, grace: float, on_start: Callable[[], object]):
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, on_start: Callable[[], object]):
         super().__init__(config)
-        self.scheduler, self.grace, self.on_start = scheduler, grace, on_start
-        scheduler.on_end = partial(setattr, self, "should_exit", True)
+        self.engine, self.grace, self.on_start = engine, grace, on_start
+        engine.on_end = partial(setattr, self, "should_exit", True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -33,7 +48,7 @@ class GracefulServer(uvicorn.Server):
             self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self.scheduler.stop(self.grace))
+        ending = asyncio.create_task(self.engine.stop(self.grace))
         await super().shutdown(sockets)
         await ending
 
@@ -53,7 +68,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 def make_server(
     app: ASGIApp,
-    scheduler: Scheduler,
+    engine: Engine,
     *,
     connections: ConnectionLimits | None = None,
     grace: float = 30.0,
@@ -79,4 +94,4 @@ def make_server(
         timeout_keep_alive=keep_alive,
         timeout_graceful_shutdown=int(grace) + LAST_STEP + SECONDS_FOR_ERRORS,
     )
-    return GracefulServer(config, scheduler, grace, on_start)
+    return GracefulServer(config, engine, grace, on_start)

@@ -83,6 +83,16 @@ class StoppedError(ServiceError):
     status = 503
 
 
+def ending_error() -> StoppedError:
+    """The error of a request that comes too late."""
+    return StoppedError("the server is ending", remedy="Send it again, to another one or later")
+
+
+def cut_off_error() -> StoppedError:
+    """The error of a request that was accepted, and has had its time at the end of the server."""
+    return StoppedError("the server ended before this request was finished", remedy="Send it again")
+
+
 @dataclass(frozen=True)
 class Work:
     """A sequence to generate."""

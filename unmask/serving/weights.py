@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import NotRequired, Protocol
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
 from typing_extensions import TypedDict
 
 from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.models.stored_adapters import REMEDY as ADAPTERS_REMEDY
-from unmask.models.stored_adapters import replace_adapters
+from unmask.models.stored_adapters import put_adapters, read_adapters
 from unmask.serving.errors import OpenAIRoute
 from unmask.serving.middleware import given_key, keys_match
 from unmask.serving.model_engine import ModelEngine
@@ -29,8 +31,10 @@ from unmask.serving.service import ServiceError
 
 logger = logging.getLogger(__name__)
 PATH = "/v1/weights"
-REMEDY = "Give a folder that DiffusionLM.save wrote from the same model"
-Files = list[tuple[str, int, int, int, int]]
+REMEDY = "Give a folder of the same model that DiffusionLM.save wrote, or for adapters one of such adapters"
+Files = tuple[tuple[str, int, int, int, int], ...]
+"""What lies in a folder: of each file, and of what a link leads to, the inode, the size, and when it changed last, which no program can
+set."""
 
 
 class AdminKeyError(ServiceError):
@@ -47,51 +51,99 @@ class NewWeights(BaseModel):
     model: str = Field(min_length=1, max_length=4096)
     """The model that gets them: a name that `/v1/models` lists."""
     path: str = Field(min_length=1, max_length=4096)
-    """A folder that `DiffusionLM.save` wrote, or one with adapters for a model that is adapters, within those that the server may read;
-    relative to one of them, or absolute."""
+    """A folder that `DiffusionLM.save` wrote, or for adapters one with such, within those that the server may read; relative to one of them,
+    or absolute."""
     version: str = Field(min_length=1, max_length=4096)
     """The name of these weights, by which requests may demand them."""
 
 
 class Served(TypedDict):
-    """The name of the weights that the model serves."""
+    """The name of the weights that the model serves. `workers`: how many hold them by now, of a server with workers."""
 
     version: str | None
+    workers: NotRequired[int]
 
 
-def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -> APIRouter:
+@dataclass(frozen=True)
+class Folder:
+    """A folder of weights.
+
+    Attributes:
+        path: where it lies, without links.
+        given: its name, as the caller gave it.
+        roots: within which it has to lie.
+    """
+
+    path: Path
+    given: str
+    roots: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, given: str, roots: tuple[Path, ...]) -> Folder:
+        """The folder of this name. Raises ModelError as `allowed_folder`."""
+        return cls(allowed_folder(given, roots), given, roots)
+
+    def files(self) -> Files:
+        """What lies in it now. Raises ModelError if it is not allowed any more."""
+        if allowed_folder(str(self.path), self.roots) != self.path:
+            raise ModelError("it was moved", where="path", remedy=REMEDY)
+        inside = [Path(parent, name) for parent, folders, files in os.walk(self.path) for name in [*folders, *files]]
+        found = [(path, state) for path in sorted([self.path, *inside]) for state in (path.lstat(), path.stat())]
+        return tuple((str(path), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns) for path, state in found)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside, errors of reading it name it as the caller did, and none tells where it lies."""
+        try:
+            yield
+        except (ConfigError, DataError, ModelError) as error:
+            raise ModelError(error.what.replace(str(self.path), self.given), where="path", remedy=REMEDY) from error
+        except (OSError, RuntimeError) as error:  # of the disk, or of the device
+            logger.exception("weights cannot be loaded")
+            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=REMEDY) from error
+
+
+class Replace(Protocol):
+    """Serves the weights of a folder as those of a model, and tells which ones are served. Raises ServiceError and ModelError for a
+    refusal, which changes nothing."""
+
+    async def __call__(self, model: str, folder: Folder, version: str) -> Served: ...
+
+
+def make_router(replace: Replace, folders: Sequence[Path], admin_key: str) -> APIRouter:
     """The route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
 
     async def check_key(request: Request) -> None:
         if not keys_match(given_key(request.headers.get("authorization", "")), admin_key):
             raise AdminKeyError("the admin key is wrong or missing", where="authorization")
 
-    router, roots = APIRouter(route_class=OpenAIRoute), [folder.resolve() for folder in folders]
+    router, roots = APIRouter(route_class=OpenAIRoute), tuple(folder.resolve() for folder in folders)
 
-    @router.post(PATH, dependencies=[Depends(check_key)])
-    async def replace_weights(body: NewWeights) -> Served:
+    @router.post(PATH, dependencies=[Depends(check_key)], response_model_exclude_unset=True)
+    async def new_weights(body: NewWeights) -> Served:
         """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
-        model = find_model(scheduler.models, body.model)
-        refuse_shared(model, scheduler)
-        folder = await asyncio.to_thread(allowed_folder, body.path, roots)
-        change, remedy = (load_weights, REMEDY) if model.parent is None else (load_adapters, ADAPTERS_REMEDY)
-        try:
-            await scheduler.replace_weights(body.model, partial(change, model.lm, folder, roots), body.version)
-        except (ConfigError, DataError, ModelError) as error:
-            raise ModelError(error.what.replace(str(folder), body.path), where="path", remedy=remedy) from error
-        except (OSError, RuntimeError) as error:  # of the disk, or of the device
-            logger.exception("weights cannot be loaded")
-            raise ModelError("they cannot be loaded; the server's log has the cause", where="path", remedy=remedy) from error
-        return {"version": model.version}
+        folder = await asyncio.to_thread(Folder.find, body.path, roots)
+        return await replace(body.model, folder, body.version)
 
     return router
 
 
-def refuse_shared(model: ModelEngine, scheduler: Scheduler) -> None:
-    """Raise ModelError for a model on whose weights adapters are: they would be others, too."""
-    if adapters := [other.name for other in scheduler.models.values() if other.parent == model.name]:
-        what = f"the adapters {', '.join(adapters)} are on the weights of {model.name!r}"
+async def replace_weights(scheduler: Scheduler, name: str, folder: Folder, version: str) -> Served:
+    """`Replace` for a model of a scheduler."""
+    model = replaceable(scheduler, name)
+    with folder.reading():
+        await scheduler.replace_weights(name, lambda: put_weights(model, read_weights(model, folder)), version)
+    return {"version": model.version}
+
+
+def replaceable(scheduler: Scheduler, name: str) -> ModelEngine:
+    """The model of this name. Raises NotFoundError if there is none, and ModelError if adapters are on its weights, which would be others,
+    too."""
+    model = find_model(scheduler.models, name)
+    if adapters := [other.name for other in scheduler.models.values() if other.parent == name]:
+        what = f"the adapters {', '.join(adapters)} are on the weights of {name!r}"
         raise ModelError(what, where="model", remedy="Replace adapters, or start a server without them")
+    return model
 
 
 def allowed_folder(given: str, roots: Sequence[Path]) -> Path:
@@ -117,40 +169,32 @@ def _refuse_links(folder: Path, roots: Sequence[Path], refusal: UnmaskError) -> 
                 raise refusal
 
 
-def load_weights(lm: DiffusionLM, folder: Path, roots: Sequence[Path]) -> None:
-    """Load the weights of a folder within the roots into a model. ModelError if they are not safetensors of a whole model like it, or if
-    the folder is not allowed or changes while it is read; the model then stays as it was."""
-    where, before = str(folder), _files(folder, roots)
+def read_weights(model: ModelEngine, folder: Folder) -> Mapping[str, Tensor]:
+    """The weights of a folder, by name, off the memory of its files. ModelError if they are not those of a whole model like this one (of
+    such adapters, if it is adapters) in safetensors, or if the folder is not allowed, or changes while it is read."""
+    before = folder.files()
+    weights = _whole_model(model.lm, str(folder.path)) if model.parent is None else read_adapters(model.lm, folder.path)
+    if folder.files() != before:
+        raise ModelError("its files changed while they were read", where="path", remedy="Send it again once they are written")
+    return weights
+
+
+def put_weights(model: ModelEngine, weights: Mapping[str, Tensor]) -> None:
+    """Put weights that `read_weights` has read into a model."""
+    if model.parent is None:
+        model.lm.model.load_state_dict(weights)
+    else:
+        put_adapters(model.lm, weights)
+
+
+def _whole_model(lm: DiffusionLM, where: str) -> Mapping[str, Tensor]:
     new = load(where, dtype=str(next(lm.model.parameters()).dtype).removeprefix("torch."))
     if differ := differences(model_facts(new), model_facts(lm)):
         raise ModelError(f"another model: {differ}", where=where, remedy=REMEDY)
     for weight in chain(new.model.parameters(), new.model.buffers()):
         weight.data = weight.data.clone()  # else a file that is written now would be what is loaded
-    weights = new.model.state_dict()
+    weights: Mapping[str, Tensor] = new.model.state_dict()
     shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
-    _check_unchanged(before, folder, roots)
-    lm.model.load_state_dict(weights)
-
-
-def load_adapters(lm: DiffusionLM, folder: Path, roots: Sequence[Path]) -> None:
-    """Load the adapters of a folder within the roots into a model that has such ones. ModelError as of `replace_adapters` and
-    `load_weights`; the model then stays as it was."""
-    before = _files(folder, roots)
-    replace_adapters(lm, folder, check=lambda: _check_unchanged(before, folder, roots))
-
-
-def _check_unchanged(before: Files, folder: Path, roots: Sequence[Path]) -> None:
-    if _files(folder, roots) != before:
-        raise ModelError("its files changed while they were read", where=str(folder), remedy="Send it again once they are written")
-
-
-def _files(folder: Path, roots: Sequence[Path]) -> Files:
-    """What lies in a folder now: of each file, and of what a link leads to, the inode, the size, and when it changed last, which no program
-    can set. Raises ModelError if the folder is not allowed."""
-    if allowed_folder(str(folder), roots) != folder:
-        raise ModelError("it was moved", where=str(folder), remedy=REMEDY)
-    inside = [Path(parent, name) for parent, folders, files in os.walk(folder) for name in [*folders, *files]]
-    found = [(path, state) for path in sorted([folder, *inside]) for state in (path.lstat(), path.stat())]
-    return [(str(path), state.st_dev, state.st_ino, state.st_size, state.st_ctime_ns) for path, state in found]
+    return weights

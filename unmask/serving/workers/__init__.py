@@ -1,0 +1,1 @@
+"""`unmask serve --workers`: processes that have the model, behind one port."""
