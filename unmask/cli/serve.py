@@ -47,13 +47,8 @@ def serve(
         list[str] | None, typer.Option(metavar="ORIGIN", help="A site whose pages may use the server, such as https://example.org.")
     ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log each request, with its prompt.")] = False,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that have the model, one for each GPU, say; unset: the server itself has it.")
-    ] = None,
-    devices: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help="The devices of the workers, as cuda:0,cuda:1; unset: all GPUs in turn, or else the CPU."),
-    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that each have the model; unset: the server itself has it.")] = None,
+    devices: Annotated[str | None, typer.Option(metavar="NAMES", help="Theirs, as cuda:0,cuda:1; unset: all GPUs in turn, or CPU.")] = None,
 ) -> None:
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
@@ -68,8 +63,7 @@ def serve(
 
     name = name or name_of(model.path)
     adapted, others = names_and_paths(name, adapters or (), more_models or ())
-    placed = devices_of_workers(workers, devices, model)
-    queue_size = share_of_queue(queue_size, len(placed))
+    placed, queue_size = place_workers(workers, devices, model, queue_size)
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
         api_keys=keys_of(api_keys),
@@ -88,24 +82,20 @@ def serve(
         Serving(served, settings, listener, ConnectionLimits(max_connections), announce_this).run(placed)
 
 
-def devices_of_workers(workers: int | None, devices: str | None, model: ModelConfig) -> list[str]:
-    """The device of each worker; empty: there are none."""
+def place_workers(workers: int | None, devices: str | None, model: ModelConfig, queue_size: int) -> tuple[list[str], int]:
+    """The device of each worker, and how many sequences may wait in each; no devices: there are no workers."""
     from unmask.serving.workers.devices import place
 
     if workers is None and devices is None:
-        return []
+        return [], queue_size
     if model.device_map is not None:
         what = "one model on all GPUs leaves none for other workers"
         raise ConfigError(what, where="--device-map", remedy="Leave it out, or --workers and --devices")
-    return place(workers, devices, model.device if "device" in model.model_fields_set else None)
-
-
-def share_of_queue(queue_size: int, workers: int) -> int:
-    """How many sequences may wait in each process."""
-    if queue_size < workers:
-        what = f"{queue_size} sequences for {workers} workers, each of which has its own"
+    placed = place(workers, devices, model.device if "device" in model.model_fields_set else None)
+    if queue_size < len(placed):
+        what = f"{queue_size} sequences for {len(placed)} workers, each of which has its own"
         raise ConfigError(what, where="--queue-size", remedy="Let one wait for each worker at least")
-    return queue_size // (workers or 1)
+    return placed, queue_size // len(placed)
 
 
 def announce(listener: socket.socket, workers: int, what: str) -> None:

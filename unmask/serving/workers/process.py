@@ -64,17 +64,17 @@ async def start_worker(served: ServedModels, device: str, environment: Mapping[s
         command = [sys.executable, "-P", "-m", MODULE]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
         # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
-        process = await asyncio.create_subprocess_exec(*command, stdin=theirs, env=environment, process_group=0)
+        process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
     reader, leash = await asyncio.open_connection(sock=ours)
+    answer: dict[str, Any] = {}
     try:
         leash.write(replace(served, loading={**served.loading, "device": device}).to_json().encode() + b"\n")
         answer = json.loads(await _line(reader) or "{}")
-    except BaseException:
-        await let_go(process, leash)
-        raise
+    finally:  # also when nobody waits for it any more
+        if "socket" not in answer:
+            await let_go(process, leash)
     if "socket" in answer:
         return WorkerProcess(process, leash, answer)
-    await let_go(process, leash)
     if "error" in answer:
         raise WorkerStartError(**answer["error"])
     what = f"a worker {how_it_ended(await process.wait())} before it was ready"
