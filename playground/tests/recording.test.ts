@@ -32,7 +32,7 @@ describe("Recording", () => {
   it("says which revealed tokens stay: all, where none is hidden again", () => {
     const frames = [{ ...shows(1, [1, "b"]), committed: 2 }];
     const revised = Recording.of(["a", null, null], frames, true);
-    expect([0, 1].map((at) => revised.settled(at))).toEqual([0, 2]);
+    expect([0, 1, 9].map((at) => revised.settled(at))).toEqual([0, 2, 2]);
     const plain = Recording.of(["a", null, null], frames);
     expect([0, 1].map((at) => plain.settled(at))).toEqual([3, 3]);
   });

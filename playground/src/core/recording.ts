@@ -95,7 +95,7 @@ export class Recording {
 
   /** Tokens that are revealed before this position stay as they are after this many frames; all do where none is hidden again. */
   settled(at: number): number {
-    return this.revises ? (this.frames[at - 1]?.committed ?? 0) : this.size;
+    return this.revises ? (this.frames[Math.min(at, this.length) - 1]?.committed ?? 0) : this.size;
   }
 
   /** Hidden tokens that are visible after the last frame. */

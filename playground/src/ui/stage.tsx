@@ -67,14 +67,15 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
   const root = useRef<HTMLDivElement>(null);
   const grid = useRef<CellGrid | null>(null);
   const cursor = useRef(-1);
-  const [pointed, setPointed] = useState<{ position: number; cell: Cell; draft: boolean } | null>(null);
+  const [pointed, setPointed] = useState(-1);
+  const cell = pointed < 0 ? null : recording.cells(at)[pointed];
 
   useLayoutEffect(() => {
     if (!root.current) return;
     grid.current ??= new CellGrid(root.current);
     grid.current.load(recording);
     cursor.current = -1;
-    setPointed(null);
+    setPointed(-1);
   }, [recording]);
 
   useLayoutEffect(() => {
@@ -86,8 +87,8 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
 
   const point = (position: number) => {
     cursor.current = position;
-    const cell = grid.current?.point(position) ?? null;
-    setPointed(cell ? { position, cell, draft: position >= recording.settled(at) } : null);
+    grid.current?.point(position);
+    setPointed(position);
   };
   const onKeyDown = (event: KeyboardEvent) => {
     const steps: Record<string, number> = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
@@ -117,7 +118,7 @@ function Text({ recording, at, colour, differing, live, end, letter }: TextProps
         onBlur={() => point(-1)}
       />
       <output class={recording.constrained ? "inspector constrained" : "inspector"}>
-        {pointed ? <Inspected {...pointed} /> : null}
+        {cell && <Inspected position={pointed} cell={cell} draft={pointed >= recording.settled(at)} />}
       </output>
     </>
   );

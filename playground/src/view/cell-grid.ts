@@ -67,12 +67,11 @@ export class CellGrid {
     for (const position of dirty) this.paint(position);
   }
 
-  /** Mark the cell that the keyboard or the pointer is on; -1: none. Returns the cell. */
-  point(position: number): Cell | null {
+  /** Mark the cell that the keyboard or the pointer is on; -1: none. */
+  point(position: number): void {
     const before = this.cursor;
     this.cursor = position;
     for (const each of new Set([before, position])) this.paint(each);
-    return this.cells[position] ?? null;
   }
 
   /** Mark the positions at which another text differs. */

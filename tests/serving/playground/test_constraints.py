@@ -33,7 +33,7 @@ def test_constraints(page: Page, kind: str, label: str, text: str, holds: Callab
 
 
 def test_tokens_that_a_constraint_forbids_are_shown(page: Page, sent: list[dict]) -> None:
-    pattern = "( [a-z]+)+"
+    pattern = "[A-Z]( [a-z]+){8,16}"
     page.get_by_label("Tokens", exact=True).fill("40")
     page.get_by_label("Regex", exact=True).first.check(force=True)
     page.get_by_role("textbox", name="Regular expression").fill(pattern)
@@ -57,6 +57,7 @@ def test_tokens_that_a_constraint_forbids_are_shown(page: Page, sent: list[dict]
         expect(page.locator(".forbidden")).to_contain_text(f"{100 * shares[0][1]:.1f} %")
     page.get_by_role("slider", name="Frame").fill("0")
     expect(page.locator(".text .overruled")).to_have_count(0)
+    expect(page.locator(".inspector")).to_contain_text("hidden")  # of the token that is still pointed at
 
 
 @pytest.mark.parametrize("again", ["nothing", "improbable when revealed", "improbable now"])

@@ -51,6 +51,7 @@ def test_a_run_is_exported_as_a_moving_picture(page: Page, sent: list[dict], tmp
 DECODE = """async (content) => {
     const data = Uint8Array.from(atob(content), letter => letter.charCodeAt(0));
     const decoder = new ImageDecoder({data, type: 'image/gif'});
+    await decoder.tracks.ready;
     await decoder.completed;
     const {frameCount, repetitionCount} = decoder.tracks.selectedTrack;
     const [blank, ink] = [[], []];
