@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -21,10 +22,10 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.connections import ConnectionLimits
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.server import make_server, open_port
+from unmask.serving.server import GracefulServer, make_server, open_port
 
 ADMIN = {"Authorization": "Bearer admin"}
-http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, verify=False, timeout=120)
+http_get, http_post = (partial(function, verify=False, timeout=120) for function in (httpx.get, httpx.post))
 """Without certificates, which take longer to read than most answers take."""
 
 
@@ -40,7 +41,7 @@ def running(lm: DiffusionLM, name: str = "tiny", **scheduling: Any) -> Iterator[
 
 
 @contextmanager
-def served(
+def serving(
     lm: DiffusionLM,
     settings: AppSettings | None = None,
     *,
@@ -50,8 +51,8 @@ def served(
     keep_alive: int = 5,
     grace: float = 0.0,
     **scheduling: Any,
-) -> Iterator[str]:
-    """The address of a server with this model."""
+) -> Iterator[tuple[str, GracefulServer]]:
+    """A server with this model, and its address."""
     scheduler = Scheduler(lm, name, **scheduling)
     app = make_app(scheduler, settings or AppSettings())
     server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
@@ -62,10 +63,17 @@ def served(
             assert thread.is_alive()
             time.sleep(0.01)
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextmanager
+def served(lm: DiffusionLM, settings: AppSettings | None = None, **options: Any) -> Iterator[str]:
+    """The address of a server with this model."""
+    with serving(lm, settings, **options) as (url, _):
+        yield url
 
 
 @contextmanager
@@ -80,6 +88,13 @@ def copied(lm: DiffusionLM, path: Path) -> DiffusionLM:
     """A copy of the model, loaded as a server loads it."""
     lm.save(path)
     return unmask.load(path, dtype=str(lm.log_prob_dtype).removeprefix("torch."))
+
+
+def posted(path: str, **body: Any) -> bytes:
+    """A request as it goes over a connection."""
+    content = json.dumps({"model": "tiny", **body}).encode()
+    fields = ["Host: localhost", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    return "\r\n".join([f"POST /v1/{path} HTTP/1.1", *fields, "", ""]).encode() + content
 
 
 def connect(url: str) -> socket.socket:

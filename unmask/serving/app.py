@@ -7,19 +7,21 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
+from typing_extensions import TypedDict
 
 from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.errors import ConfigError
 from unmask.serving import weights
-from unmask.serving.errors import add_error_handlers, error_response
+from unmask.serving.errors import add_error_handlers, documented, error_response
 from unmask.serving.limits import Limits
 from unmask.serving.metrics import CountRequests, Metrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
@@ -64,6 +66,12 @@ class AppSettings:
             raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
 
 
+class Health(TypedDict):
+    """The state of the engine."""
+
+    status: Literal["ok", "failing"]
+
+
 def is_origin(text: str) -> bool:
     """Whether a text is an origin as browsers send it: a scheme, a name and perhaps a port, in lower case."""
     return re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?", text) is not None
@@ -101,12 +109,14 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: Metrics) -> ASGIApp:
 
 
 def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
-    @app.get(HEALTH)
+    failing = {"model": Health, "description": "The engine fails, or has ended"}
+
+    @app.get(HEALTH, response_model=Health, responses={**documented(), 503: failing})
     async def health() -> Response:
         """Whether the engine works."""
         return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=documented())
     async def metrics() -> Response:
         """What the server measures, for Prometheus."""
         return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -17,7 +17,7 @@ from unmask.errors import ConfigError, DataError, ModelError, UnmaskError
 from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.serving.errors import OpenAIRoute
+from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.middleware import given_key, keys_match
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import ServiceError
@@ -59,7 +59,7 @@ def make_router(scheduler: Scheduler, folders: Sequence[Path], admin_key: str) -
 
     router, roots = APIRouter(route_class=OpenAIRoute), [folder.resolve() for folder in folders]
 
-    @router.post(PATH, dependencies=[Depends(check_key)])
+    @router.post(PATH, dependencies=[Depends(check_key)], responses=documented(400, 429, 503))
     async def replace_weights(body: NewWeights) -> Served:
         """Serve other weights of the same model, once what runs has finished. A refusal changes nothing."""
         folder = await asyncio.to_thread(allowed_folder, body.path, roots)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from unmask.generation.remote.protocol import model_facts
-from unmask.serving.errors import ErrorAnswer, OpenAIRoute
+from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
@@ -29,9 +29,6 @@ from unmask.serving.service import Events, Service, time_limit_error
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
-STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model", 409: "The weights have another name"}
-STATUSES |= {429: "Too many requests wait", 503: "The server is ending", 504: "The time is over", "default": "Any other error"}
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
 Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
 
@@ -49,12 +46,12 @@ def make_router(service: Service, limits: Limits) -> APIRouter:
 def _add_models(router: APIRouter, service: Service, limits: Limits) -> None:
     created, facts = int(time.time()), model_facts(service.lm)  # which hash the vocabulary
 
-    @router.get("/models")
+    @router.get("/models", responses=documented())
     async def list_models() -> ModelList:
         """The model of this server."""
         return {"object": "list", "data": [model_card(service, limits, created, facts)]}
 
-    @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
+    @router.get("/models/{model:path}", responses=documented(404))
     async def retrieve_model(model: str) -> ModelCard:
         """A model."""
         check_model(service, model)
@@ -162,4 +159,4 @@ async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -
 def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, for its schema."""
     stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then [DONE]"}}}
-    return {200: {"model": answer, "content": stream}, **ERRORS}
+    return {200: {"model": answer, "content": stream}, **documented(400, 404, 409, 429, 503, 504)}
