@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import math
 import os
@@ -15,6 +16,7 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -52,6 +54,12 @@ def cost(function: Callable[..., Any], *arguments: Any) -> float:
 def work_unit() -> float:
     """The seconds that a fixed piece of work takes on this machine, about 0.01: the unit of time limits."""
     return min(timeit.repeat(lambda: json.dumps(list(range(100_000))), number=1, repeat=3))
+
+
+def resident_memory() -> int:
+    """The bytes of memory of this process that are in use."""
+    gc.collect()
+    return psutil.Process().memory_info().rss
 
 
 def run_all(command: list[Any], *, timeout: float, check: bool = True, **options: Any) -> subprocess.CompletedProcess[Any]:

@@ -18,7 +18,7 @@ from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.models.model_state import fingerprint
-from unmask.models.stored_adapters import load_adapters, replace_adapters
+from unmask.models.stored_adapters import load_adapters, put_adapters, read_adapters
 
 IDS_BT = torch.tensor([[3, 4, 5, 6, 7, 8]])
 KINDS = {
@@ -137,7 +137,7 @@ def test_other_folders_are_refused_and_change_nothing(kind: str, lm: DiffusionLM
     assert refused.value.remedy
     if kind not in ("other layers", "on the head"):  # whose weights are those of the layers that there are
         with pytest.raises(ModelError, match=f"^{bad}: "):
-            replace_adapters(good, bad)
+            read_adapters(good, bad)
     assert torch.equal(logits(good), before) and fingerprint(lm.model) == digest
 
 
@@ -153,7 +153,7 @@ def test_adapters_get_other_weights_in_the_same_memory(lm: DiffusionLM, tmp_path
     first, second = (load_adapters(lm, store(adapted(lm, seed), tmp_path / str(seed))) for seed in (0, 1))
     other, before, digest = store(adapted(lm, 2), tmp_path / "2"), logits(second), fingerprint(lm.model)
     addresses = [weight.data_ptr() for weight in first.model.parameters()]
-    replace_adapters(first, other)
+    put_adapters(first, read_adapters(first, other))
     assert torch.equal(logits(first), logits(load_adapters(lm, other)))
     assert [weight.data_ptr() for weight in first.model.parameters()] == addresses
     assert torch.equal(logits(second), before) and fingerprint(lm.model) == digest
@@ -164,5 +164,5 @@ def test_adapters_of_another_scale_do_not_replace_others(settings: dict, lm: Dif
     loaded, other = load_adapters(lm, store(adapted(lm), tmp_path / "a")), store(adapted(lm, 1, **settings), tmp_path / "b")
     before = logits(loaded)
     with pytest.raises(ModelError, match=f"their {next(iter(settings))} differs from that of the present adapters"):
-        replace_adapters(loaded, other)
+        read_adapters(loaded, other)
     assert torch.equal(logits(loaded), before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -25,7 +26,7 @@ from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import GracefulServer, make_server, open_port
 
 ADMIN = {"Authorization": "Bearer admin"}
-http_get, http_post = partial(httpx.get, verify=False), partial(httpx.post, verify=False, timeout=120)
+http_get, http_post = (partial(function, verify=False, timeout=120) for function in (httpx.get, httpx.post))
 """Without certificates, which take longer to read than most answers take."""
 
 
@@ -41,7 +42,7 @@ def running(lm: DiffusionLM, name: str = "tiny", **scheduling: Any) -> Iterator[
 
 
 @contextmanager
-def served(
+def serving(
     lm: DiffusionLM,
     settings: AppSettings | None = None,
     *,
@@ -52,13 +53,19 @@ def served(
     keep_alive: int = 5,
     grace: float = 0.0,
     **scheduling: Any,
-) -> Iterator[str]:
-    """The address of a server with this model, and perhaps more."""
+) -> Iterator[tuple[str, GracefulServer]]:
+    """A server with this model, and perhaps more, and its address."""
     scheduler = Scheduler({name: lm, **(more or {})}, **scheduling)
     app = make_app(scheduler, settings or AppSettings())
     server = make_server(app, scheduler, connections=connections, grace=grace, keep_alive=keep_alive)
     with open_port("127.0.0.1", port) as listener, listening(server, listener):
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+
+
+def scheduler_of(server: GracefulServer) -> Scheduler:
+    """Of a server without workers."""
+    assert isinstance(server.engine, Scheduler)
+    return server.engine
 
 
 @contextmanager
@@ -74,6 +81,13 @@ def listening(server: GracefulServer, listener: socket.socket) -> Iterator[None]
     finally:
         server.should_exit = True
         thread.join()
+
+
+@contextmanager
+def served(lm: DiffusionLM, settings: AppSettings | None = None, **options: Any) -> Iterator[str]:
+    """The address of a server with this model."""
+    with serving(lm, settings, **options) as (url, _):
+        yield url
 
 
 @contextmanager
@@ -101,6 +115,13 @@ def other_weights(lm: DiffusionLM) -> DiffusionLM:
 def message(answer: httpx.Response) -> str:
     """Of an error."""
     return str(answer.json()["error"]["message"])
+
+
+def posted(path: str, **body: Any) -> bytes:
+    """A request as it goes over a connection."""
+    content = json.dumps({"model": "tiny", **body}).encode()
+    fields = ["Host: localhost", "Content-Type: application/json", f"Content-Length: {len(content)}"]
+    return "\r\n".join([f"POST /v1/{path} HTTP/1.1", *fields, "", ""]).encode() + content
 
 
 def connect(url: str) -> socket.socket:

@@ -13,7 +13,7 @@ import pytest
 
 import unmask
 from tests.generation.tiny_models import tiny
-from tests.serving.servers import connect, http_get, http_post, served
+from tests.serving.servers import connect, http_get, http_post, posted, served
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
@@ -144,13 +144,10 @@ def test_a_full_queue_is_a_429_with_the_time_to_wait() -> None:
 
 
 def test_a_client_that_leaves_frees_its_slots() -> None:
-    body = b'{"model": "tiny", "prompt": "a", "max_tokens": 36, "stream": true, "n": 8}'
-    fields = ["Host: localhost", "Content-Type: application/json", f"Content-Length: {len(body)}"]
-    head = "\r\n".join(["POST /v1/completions HTTP/1.1", *fields, "", ""]).encode()
     with served(tiny(), batch_size=1) as url:
         for _ in range(20):
             with connect(url) as client:
-                client.sendall(head + body)
+                client.sendall(posted("completions", prompt="a", max_tokens=36, stream=True, n=8))
                 assert client.recv(15) == b"HTTP/1.1 200 OK"
         assert complete(url).status_code == 200
         assert metric(url, "unmask_queue_length") == metric(url, "unmask_running_sequences") == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
-import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
-from tests.generation.tiny_models import tiny
+from tests.generation.tiny_models import adapted, store, tiny
 from tests.serving.commands import command
+from tests.serving.models import make_model, model
 from tests.serving.servers import connect, http_get, http_post, served
 from unmask.cli import app
 from unmask.cli.serve import keys_of, name_of
@@ -31,29 +33,96 @@ def complete(url: str, prompt: str, **fields: Any) -> httpx.Response:
     return http_post(f"{url}/v1/completions", json=body)
 
 
+FRAMES = {"diffusion": {"stream": "frames"}}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "whole": ("completions", {}),
+    "two": ("completions", {"n": 2}),
+    "stream": ("completions", {"stream": True}),
+    "frames": ("completions", {"stream": True, **FRAMES}),
+    "chat": ("chat/completions", {"stream": True, **FRAMES}),
+}
+
+
+def texts_of(answer: httpx.Response) -> list[str]:
+    """Of an answer or a stream that is whole."""
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return [choice["text"] for choice in answer.json()["choices"]]
+    *events, end, _ = answer.text.split("\n\n")
+    assert end == "data: [DONE]"
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events if event.startswith("data: ")]
+    return ["".join(choice["delta"].get("content", "") if "delta" in choice else choice["text"] for choice in choices)]
+
+
+def ended_clearly(answer: httpx.Response) -> bool:
+    """Whether an answer, or the last event of a stream, is an error that says what happened."""
+    last = answer.text if answer.status_code != 200 else answer.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    error = json.loads(last).get("error", {})
+    return answer.status_code in (200, 503) and error.get("type") == "server_error" and error["message"].startswith("the server end")
+
+
+def ask_in_every_way(url: str, name: str, ways: Sequence[str], answers: dict[int, httpx.Response], **fields: Any) -> list[threading.Thread]:
+    """Clients that ask at once, and add what they are answered."""
+
+    def ask(index: int, way: str) -> None:
+        path, own = WAYS[way]
+        asked = {"messages": [{"role": "user", "content": "ab"}]} if path == "chat/completions" else {"prompt": "ab"}
+        answers[index] = http_post(f"{url}/v1/{path}", json={"model": name, **asked, **fields, **own})
+
+    clients = [threading.Thread(target=ask, args=(index, way)) for index, way in enumerate(ways)]
+    for client in clients:
+        client.start()
+    return clients
+
+
+def sequences(url: str) -> tuple[float, float]:
+    """How many run, and how many wait."""
+    told = http_get(f"{url}/metrics").text
+    running, waiting = (told.split(f"\n{name} ")[1].split()[0] for name in ("unmask_running_sequences", "unmask_queue_length"))
+    return float(running), float(waiting)
+
+
 @pytest.mark.slow
-def test_sigterm_under_load_loses_no_accepted_answer(tmp_path: Path) -> None:
-    lm = tiny(attention="bidirectional")
+@pytest.mark.parametrize("grace", [3600, 0])
+def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path) -> None:
+    """Those that run and those that wait are answered, whole or in a stream; or, if the time for that is over, end with a clear error."""
+    lm, size = model(), 400
     lm.save(tmp_path / "model")
-    prompts = ["abc", "f", "dd", "fedcba"] * 3
-    answers: dict[int, httpx.Response] = {}
-    with command(tmp_path / "model", "--dtype", "float64", "--batch-size", 2) as (process, url):
-        clients = [threading.Thread(target=lambda i=i, p=p: answers.update({i: complete(url, p)})) for i, p in enumerate(prompts)]
-        for client in clients:
-            client.start()
-        while "\nunmask_running_sequences 2.0" not in http_get(f"{url}/metrics").text:
-            time.sleep(0.001)
-        accepted = float(http_get(f"{url}/metrics").text.split("\nunmask_queue_length ")[1].split()[0])
+    ways, answers = [*WAYS] * 2, dict[int, httpx.Response]()
+    with command(tmp_path / "model", "--dtype", "float64", "--batch-size", 2, "--grace", grace) as (process, url):
+        clients = ask_in_every_way(url, "model", ways, answers, max_tokens=size, seed=3)
+        while sum(sequences(url)) < len(ways) * 6 / 5:  # one in five asks for two
+            assert not answers, "the first answer came before the last request"
         process.send_signal(signal.SIGTERM)
         for client in clients:
             client.join()
         assert process.wait(60) in (0, -signal.SIGTERM)
         assert process.stdout is not None and "Traceback" not in process.stdout.read()
-    config = SamplerConfig(max_new_tokens=32)
-    assert len(answers) >= accepted and accepted > 0
+    assert len(answers) == len(ways)
+    if grace == 0:
+        assert all(map(ended_clearly, answers.values()))
+        return
+    config = SamplerConfig(max_new_tokens=size, seed=3)
+    chat = unmask.generate(lm, [[{"role": "user", "content": "ab"}]], config).texts
+    completions = unmask.generate(lm, ["ab"] * 2, config).texts
     for index, answer in answers.items():
-        assert answer.status_code == 200
-        assert answer.json()["choices"][0]["text"] == unmask.generate(lm, [prompts[index]], config).texts[0]
+        assert answer.status_code == 200, answer.text
+        assert texts_of(answer) == (chat if ways[index] == "chat" else completions[: 2 if ways[index] == "two" else 1])
+
+
+@pytest.mark.slow
+def test_the_command_serves_models_and_adapters_by_name(tmp_path: Path) -> None:
+    """In one process, and by workers."""
+    lm, other = tiny(attention="bidirectional"), tiny(attention="block_causal", block_size=3)
+    expected = {"base": lm, "red": adapted(lm, 0), "blue": adapted(lm, 1), "other": other}
+    lm.save(tmp_path / "base")
+    other.save(tmp_path / "other")
+    words = [f"--adapters={name}={store(expected[name], tmp_path / name)}" for name in ("red", "blue")]
+    words += [f"--model=other={tmp_path / 'other'}", "--dtype", "float64"]
+    config = SamplerConfig(max_new_tokens=32)
+    for workers in ([], ["--workers", 2]):
+        with command(tmp_path / "base", *words, *workers) as (_, url):
+            texts = {name: complete(url, "abc", model=name).json()["choices"][0]["text"] for name in expected}
+        assert texts == {name: unmask.generate(model, ["abc"], config).texts[0] for name, model in expected.items()}
 
 
 def test_what_is_done_at_the_start_finds_the_port_open() -> None:
@@ -71,21 +140,17 @@ def test_what_is_done_at_the_start_finds_the_port_open() -> None:
     assert found == [url]
 
 
-def test_after_the_grace_what_is_left_ends_with_a_clear_error() -> None:
-    answers: list[httpx.Response] = []
-    with served(tiny(attention="bidirectional"), batch_size=1, grace=0) as url:
-
-        def ask() -> None:
-            body = {"model": "tiny", "prompt": ["a"] * 256, "max_tokens": 36, "temperature": 0}
-            answers.append(http_post(f"{url}/v1/completions", json=body))
-
-        client = threading.Thread(target=ask)
-        client.start()
-        while "\nunmask_running_sequences 1.0" not in http_get(f"{url}/metrics").text:
-            assert client.is_alive(), answers
-    client.join()
-    assert answers[0].status_code == 503
-    assert answers[0].json()["error"]["message"] == "the server ended before this request was finished. Send it again."
+@pytest.mark.parametrize("way", [*WAYS])
+def test_after_the_grace_what_is_left_ends_with_a_clear_error(way: str) -> None:
+    """Both what runs and what waits."""
+    answers: dict[int, httpx.Response] = {}
+    with served(make_model(), batch_size=1, grace=0) as url:
+        clients = ask_in_every_way(url, "tiny", [way] * 3, answers, max_tokens=1500)
+        while sum(sequences(url)) < (6 if way == "two" else 3):
+            assert not answers, answers
+    for client in clients:
+        client.join()
+    assert len(answers) == 3 and all(map(ended_clearly, answers.values())), [answer.text[-200:] for answer in answers.values()]
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from tests.generation.tiny_models import PATTERNS, PROMPTS, adapted, store, tiny
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.serving.servers import ADMIN, http_get, http_post, message, other_weights, served
 from unmask.cli import app
-from unmask.cli.serve import description, load_models, name_of, names_and_paths
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.cli.serve import names_and_paths
+from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.generation.engine.engine import Engine
 from unmask.models.diffusion_lm import DiffusionLM
@@ -29,7 +29,7 @@ from unmask.models.model_state import fingerprint
 from unmask.models.stored_adapters import load_adapters
 from unmask.serving.app import AppSettings
 from unmask.serving.model_engine import MOST_FAILURES
-from unmask.serving.scheduler import Scheduler
+from unmask.serving.served_models import ServedModels, description
 from unmask.serving.service import OverloadedError, ServiceError
 
 STEADY = CONFIG.model_copy(update={"stop_at_eos": False})
@@ -280,16 +280,16 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
     lm.save(tmp_path / "model")
     pair()[1].save(tmp_path / "second")
     folders = {name: str(store(adapted(lm, seed), tmp_path / name)) for seed, name in enumerate(("red", "blue"))}
-    model = ModelConfig(path=str(tmp_path / "model"), dtype="float64")
-    options = [f"{name}={path}" for name, path in folders.items()]
-    names = names_and_paths(name_of(model.path), options, [f"second={tmp_path / 'second'}"])
-    models, adapters = load_models(model, *names)
-    base = {weight.data_ptr() for weight in models["model"].model.parameters()}
-    for each in adapters.values():
-        assert {weight.data_ptr() for name, weight in each.model.named_parameters() if "lora_" not in name} == base
-    said = description(Scheduler(models, adapters=adapters), "127.0.0.1", 8000)
+    [adapters, more] = names_and_paths("model", [f"{name}={path}" for name, path in folders.items()], [f"second={tmp_path / 'second'}"])
+    served = ServedModels(str(tmp_path / "model"), {"dtype": "float64"}, "model", adapters, more)
+    scheduler = ServedModels.from_json(served.to_json()).make_scheduler()  # as a worker gets it
+    base = {weight.data_ptr() for weight in scheduler.models["model"].lm.model.parameters()}
+    for name in folders:
+        named = scheduler.models[name].lm.model.named_parameters()
+        assert {weight.data_ptr() for name, weight in named if "lora_" not in name} == base
+    said = description(scheduler)
     assert said.startswith("DiffusionLM(PhiForCausalLM, bidirectional, logit_shift=False) is served as model, ")
-    assert all(f" as {name}" in said for name in ("second", "red", "blue")) and said.endswith(" at http://127.0.0.1:8000")
+    assert all(f" as {name}" in said for name in ("second", "red", "blue"))
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,19 @@ from tests.serving.servers import ADMIN, http_get, http_post, message, other_wei
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
-from unmask.serving import weights
 from unmask.serving.app import AppSettings
+from unmask.serving.scheduler import Scheduler
+from unmask.serving.weights import Folder, read_weights
 
 Post = Callable[..., httpx.Response]
+
+
+def align(file: Path) -> None:
+    """Let the weights of a file begin where no copy aligns them, so that they are read from its pages."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = data[8:end] + b" " * (-end % 64)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[end:])
 
 
 @pytest.fixture
@@ -151,7 +160,7 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(post: Post, lm: Diffu
     lm.save(new)
     other_weights(lm).save(outside)
     file, other = (folder / "model.safetensors" for folder in (new, outside))
-    own, load = file.read_bytes(), weights.load
+    own, load = file.read_bytes(), unmask.load
 
     def replaced(*given: Any, **options: Any) -> DiffusionLM:
         shutil.copy(other, new / "copy")
@@ -180,27 +189,31 @@ def test_a_folder_that_changes_while_it_is_read_is_refused(post: Post, lm: Diffu
 
     for swap in (replaced, linked, written, moved):
         file.write_bytes(own)
-        monkeypatch.setattr(weights, "load", swap)
+        monkeypatch.setattr("unmask.serving.weights.load", swap)
         answer = post("new")
         assert answer.status_code == 400 and "its files changed while they were read" in message(answer), (swap, answer.text)
         assert fingerprint(lm.model) == before
-    monkeypatch.setattr(weights, "load", load)
+    monkeypatch.setattr("unmask.serving.weights.load", load)
     assert post("new").status_code == 200
 
 
 def test_files_that_change_after_they_were_read_change_nothing(post: Post, lm: DiffusionLM, tmp_path: Path, monkeypatch: Any) -> None:
-    new, look, looks = other_weights(lm), weights._files, list[int]()
+    new, look, looks = other_weights(lm), Folder.files, list[int]()
     new.save(tmp_path / "weights" / "new")
+    lm.save(tmp_path / "old")
+    file, old = (folder / "model.safetensors" for folder in (tmp_path / "weights" / "new", tmp_path / "old"))
+    for each in (file, old):
+        align(each)
 
-    def then_write(*given: Any) -> Any:
-        found = look(*given)
+    def then_write(folder: Folder) -> Any:
+        found = look(folder)
         looks.append(len(found))
         if len(looks) == 2:
-            lm.save(tmp_path / "old")
-            (tmp_path / "weights" / "new" / "model.safetensors").write_bytes((tmp_path / "old" / "model.safetensors").read_bytes())
+            with file.open("r+b") as opened:  # in place: its pages are the weights, unless these were copied
+                opened.write(old.read_bytes())
         return found
 
-    monkeypatch.setattr(weights, "_files", then_write)
+    monkeypatch.setattr(Folder, "files", then_write)
     assert post("new").status_code == 200 and len(looks) == 2
     assert fingerprint(lm.model) == fingerprint(new.model)
 
@@ -209,5 +222,6 @@ def test_what_waits_to_be_loaded_is_checked_when_it_is(lm: DiffusionLM, tmp_path
     (tmp_path / "weights").mkdir()
     other_weights(lm).save(tmp_path / "outside")
     (tmp_path / "weights" / "new").symlink_to(tmp_path / "outside")
+    model = Scheduler({"tiny": lm}).models["tiny"]
     with pytest.raises(ModelError, match="no folder from which weights may be read"):
-        weights.load_weights(lm, tmp_path / "weights" / "new", [tmp_path / "weights"])
+        read_weights(model, Folder(tmp_path / "weights" / "new", "new", (tmp_path / "weights",)))

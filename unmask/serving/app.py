@@ -8,19 +8,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp
+from typing_extensions import TypedDict
 
 from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.errors import ConfigError
 from unmask.serving import weights
-from unmask.serving.errors import add_error_handlers, error_response
+from unmask.serving.errors import add_error_handlers, documented, error_response
 from unmask.serving.limits import Limits
 from unmask.serving.metrics import CountRequests, RequestMetrics
 from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityHeaders
@@ -64,6 +66,12 @@ class AppSettings:
         if not self.loopback and not self.api_keys:
             remedy = f"Set {API_KEY} to a secret that clients send, or use --host 127.0.0.1"
             raise ConfigError("other machines can reach this address, and the server has no API key", where="--host", remedy=remedy)
+
+
+class Health(TypedDict):
+    """The state of the engine."""
+
+    status: Literal["ok", "failing"]
 
 
 def is_origin(text: str) -> bool:
@@ -114,12 +122,14 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> AS
 
 
 def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
-    @app.get(HEALTH)
+    failing = {"model": Health, "description": "The engine fails, or has ended"}
+
+    @app.get(HEALTH, response_model=Health, responses={**documented(), 503: failing})
     async def health() -> Response:
         """Whether the engines work."""
         return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
 
-    @app.get(METRICS)
+    @app.get(METRICS, response_class=PlainTextResponse, responses=documented())
     async def metrics() -> Response:
         """What the server measures, for Prometheus."""
         return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -22,6 +22,21 @@ from unmask.serving.service import OverloadedError, ServiceError
 OF_PROTOCOL = ("keys", "version", "priority", "timeout", "length")
 """Fields of `diffusion` that are no settings of `SamplerConfig`."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+STATUSES = {
+    400: "The request is not valid",
+    401: "The key is wrong or missing",
+    403: "The page, or the name of the server, is not allowed",
+    404: "There is no such model",
+    408: "The body took too long, or the reader is slower than the model",
+    409: "The weights have another name",
+    413: "The body is too large",
+    429: "Too many requests wait",
+    500: "The engine failed",
+    503: "The server is ending",
+    504: "The time is over",
+}
+OF_ALL = (401, 403, 408, 413, 500)
+"""Errors that any request may have."""
 UNREADABLE = "The request is not valid"
 DEEPEST = 64
 """Levels of arrays and objects in one field of a body."""
@@ -40,6 +55,13 @@ class ErrorAnswer(TypedDict):
     """The body of an answer that is an error."""
 
     error: ErrorDetail
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The errors of a route, for the schema of the API: these, and those of all routes."""
+    described: dict[int | str, str] = {status: STATUSES[status] for status in sorted({*statuses, *OF_ALL})}
+    described["default"] = "Any other error"  # without it FastAPI adds 422
+    return {status: {"model": ErrorAnswer, "description": what} for status, what in described.items()}
 
 
 class NotFoundError(ServiceError):

@@ -22,7 +22,7 @@ from unmask.generation.remote.protocol import differences, model_facts
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.models.stored_adapters import put_adapters, read_adapters
-from unmask.serving.errors import OpenAIRoute
+from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.middleware import given_key, keys_match
 from unmask.serving.model_engine import ModelEngine
 from unmask.serving.openai.models import find_model
@@ -51,8 +51,8 @@ class NewWeights(BaseModel):
     model: str = Field(min_length=1, max_length=4096)
     """The model that gets them: a name that `/v1/models` lists."""
     path: str = Field(min_length=1, max_length=4096)
-    """A folder that `DiffusionLM.save` wrote, or for adapters one with such, within those that the server may read; relative to one of them,
-    or absolute."""
+    """A folder that `DiffusionLM.save` wrote, or for adapters one with such, within those that the server may read; relative to one of
+    them, or absolute."""
     version: str = Field(min_length=1, max_length=4096)
     """The name of these weights, by which requests may demand them."""
 
@@ -119,7 +119,9 @@ def make_router(replace: Replace, folders: Sequence[Path], admin_key: str) -> AP
 
     router, roots = APIRouter(route_class=OpenAIRoute), tuple(folder.resolve() for folder in folders)
 
-    @router.post(PATH, dependencies=[Depends(check_key)], response_model_exclude_unset=True)
+    answers = documented(400, 404, 429, 503)
+
+    @router.post(PATH, dependencies=[Depends(check_key)], responses=answers, response_model_exclude_unset=True)
     async def new_weights(body: NewWeights) -> Served:
         """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
         folder = await asyncio.to_thread(Folder.find, body.path, roots)

@@ -1,4 +1,4 @@
-"""Bodies that are nearly right: each is answered or refused, and the service still works."""
+"""Requests that are nearly right, and requests from the schema of the API: each is answered or refused, and the service still works."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ import asyncio
 import copy
 import json
 import random
+from collections import Counter
 from typing import Any
 
+import hypothesis
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase
+from schemathesis.specs.openapi.checks import content_type_conformance, response_schema_conformance, status_code_conformance
 
 import unmask
-from tests.serving.models import model
+from tests.helpers import resident_memory
+from tests.serving.models import make_model, model
 from tests.serving.openai.asking import answer, app_of, idle, post
+from tests.serving.servers import http_get, http_post, served
 from unmask.config.run import SamplerConfig
+from unmask.serving.app import AppSettings
+from unmask.serving.limits import Limits
 from unmask.serving.openai.requests import DiffusionSettings
 from unmask.serving.scheduler import Scheduler
 
+ALLOWED = {200, 400, 404, 409, 504}
+"""504: the time that a request gives itself is over."""
+CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
+MODES = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
+GROWTH = 50 * 2**20  # bytes of memory that requests may leave behind, however many
 PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
 COMMON = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "seed": 1, "n": 1, "stop": ["x"], "logit_bias": {"5": -100}, "stream": False}
@@ -108,26 +122,90 @@ def mutated(draw: random.Random, body: dict[str, Any]) -> Any:
     return body
 
 
-async def survive(draw: random.Random, schedulers: list[Scheduler], count: int) -> dict[int, int]:
+def torn(draw: random.Random, content: bytes) -> bytes:
+    """Bytes of which sometimes one is another one, or that end early or come twice."""
+    at = draw.randrange(len(content))
+    changed = content[:at] + bytes([draw.randrange(256)]) + content[at + 1 :]
+    return draw.choice([*[content] * 9, content[:at], changed, content * 2])
+
+
+async def survive(draw: random.Random, schedulers: list[Scheduler], count: int) -> Counter[int]:
     """How often each status was the answer to mutated bodies."""
-    apps, statuses = [*map(app_of, schedulers)], dict[int, int]()
+    apps, statuses = [*map(app_of, schedulers)], Counter[int]()
     for _ in range(count):
         path = draw.choice([*BODIES])
         body = mutated(draw, {"model": "tiny", **draw.choice(BODIES[path])})
-        response = await post(draw.choice(apps), path, json.dumps(body).encode())
-        assert response.status_code in (200, 400, 404, 409, 504), (path, body, response.text)
+        response = await post(draw.choice(apps), path, torn(draw, json.dumps(body).encode()))
+        assert response.status_code in ALLOWED, (path, body, response.text)
         if response.status_code != 200:
             assert {*response.json()["error"]} == {"message", "type", "param", "code"}
-        statuses[response.status_code] = statuses.get(response.status_code, 0) + 1
+        statuses[response.status_code] += 1
     return statuses
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.slow)])
-def test_mutated_bodies_are_answered_or_refused(count, service):
-    schedulers = [service(*pattern) for pattern in PATTERNS]
-    statuses = asyncio.run(survive(random.Random(count), schedulers, count))
+@pytest.mark.parametrize(
+    "count, growth",
+    [(150, None), pytest.param(3000, None, marks=pytest.mark.slow), pytest.param(40_000, GROWTH, marks=pytest.mark.nightly)],
+)
+def test_mutated_bodies_are_answered_or_refused(count, growth, service):
+    schedulers, draw = [service(*pattern) for pattern in PATTERNS], random.Random(count)
+    statuses = asyncio.run(survive(draw, schedulers, count // 10))
+    before = resident_memory()
+    statuses += asyncio.run(survive(draw, schedulers, count - count // 10))
+    assert growth is None or resident_memory() - before < growth
     assert statuses[200] > count / 20 and statuses[400] > count / 4
     for pattern, scheduler in zip(PATTERNS, schedulers, strict=True):
         assert idle(scheduler) and scheduler.healthy
         [choice] = answer(scheduler, "completions", prompt="ab", max_tokens=5, seed=1)["choices"]
         assert choice["text"] == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+
+
+def narrowed(schema: Any) -> Any:
+    """The schema of an API for requests of which some are answered: they name the model, and numbers that may be large are small. `default`
+    would allow every status."""
+    if isinstance(schema, list):
+        return [narrowed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    within = {name: narrowed(each) for name, each in schema.items() if name != "default" or "401" not in schema}
+    if within.get("maximum") == 2**31:
+        within["maximum"] = 8
+    if "model" in within.get("properties", {}):
+        within["properties"]["model"] = {"enum": ["tiny"]}
+    return within
+
+
+def send(url: str, count: int, seed: int) -> Counter[int]:
+    """The statuses of so many requests to each operation of a server's schema that fit it, and of as many that do not. They are documented,
+    and the answers fit the schema."""
+    schema = schemathesis.openapi.from_dict(narrowed(http_get(f"{url}/openapi.json").json()))
+    phases, statuses = [Phase.generate, Phase.shrink], Counter[int]()
+    for operation in (found.ok() for found in schema.get_all_operations()):
+        for mode in MODES if operation.body else MODES[:1]:  # any path is one
+
+            @hypothesis.seed(seed)
+            @hypothesis.settings(max_examples=count, database=None, deadline=None, phases=phases, suppress_health_check=[*HealthCheck])
+            @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
+            def ask(case: schemathesis.Case) -> None:
+                response = case.call(base_url=url)
+                assert response.status_code in ALLOWED, response.text
+                case.validate_response(response, checks=CHECKS)
+                statuses[response.status_code] += 1
+
+            ask()
+    return statuses
+
+
+@pytest.mark.parametrize("rounds, growth", [(1, None), pytest.param(50, GROWTH, marks=pytest.mark.nightly)])
+def test_requests_from_the_schema_of_the_api_are_answered_as_it_says(rounds, growth):
+    """Over a socket."""
+    limits = Limits(max_tokens=8, steps=8, n=2, sequences=4, compile_seconds=1.0)
+    with served(make_model(), AppSettings(limits)) as url:
+        statuses, before = send(url, 15, 0), resident_memory()
+        for seed in range(1, rounds):
+            statuses += send(url, 15, seed)
+        assert growth is None or resident_memory() - before < growth
+        assert statuses[200] > 10 and statuses[400] > 100
+        body = {"model": "tiny", "prompt": "ab", "max_tokens": 5, "seed": 1}
+        [choice] = http_post(f"{url}/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == unmask.generate(model(), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]

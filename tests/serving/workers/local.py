@@ -33,9 +33,9 @@ class LocalWorker:
         """Those that are open."""
         return list(self.server.server_state.connections)
 
-    def value(self, series: str) -> float:
+    def value(self, series: str, **labels: str) -> float:
         """What its scheduler has measured."""
-        return self.scheduler.metrics.registry.get_sample_value(series) or 0.0
+        return self.scheduler.metrics.registry.get_sample_value(series, labels) or 0.0
 
     def lose(self) -> None:
         """Cut all connections, and let nobody connect any more."""

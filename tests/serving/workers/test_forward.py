@@ -55,7 +55,7 @@ def test_many_clients_get_what_each_would_get_alone_from_all_workers(pair: Local
         answers = list(clients.map(lambda prompt: complete(pair.url, prompt), prompts))
     texts = [answer.json()["choices"][0]["text"] for answer in answers]
     assert texts == [unmask.generate(model(*PATTERN), [prompt], CONFIG).texts[0] for prompt in prompts]
-    assert all(worker.value("unmask_forward_passes_total") > 0 for worker in pair.workers)
+    assert all(worker.value("unmask_forward_passes_total", model="tiny") > 0 for worker in pair.workers)
     assert pair.pool.in_flight == 0
 
 
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_frees_its_slots(stream: bool, stalled: threading.S
         until(lambda: local.pool.in_flight == 0 and not worker.connections)
         stalled.release(2)  # the step that was under way, and no other one is made
         until(lambda: worker.value("unmask_running_sequences") == 0)
-        assert worker.value("unmask_forward_passes_total") <= 2
+        assert worker.value("unmask_forward_passes_total", model="tiny") <= 2
         assert 'route="/v1/completions",status="499"' in http_get(f"{local.url}/metrics").text or stream
 
 
@@ -209,11 +209,11 @@ def test_metrics_are_the_sum_and_gauges_have_their_worker() -> None:
         assert [complete(local.url).status_code for _ in range(4)] == [200] * 4
         assert http_post(f"{local.url}/v1/completions", content=b"x" * 2_000_000).status_code == 413
         lines = http_get(f"{local.url}/metrics").text.splitlines()
-        passes = sum(worker.value("unmask_forward_passes_total") for worker in local.workers)
+        passes = sum(worker.value("unmask_forward_passes_total", model="tiny") for worker in local.workers)
     assert 'unmask_requests_total{route="/v1/completions",status="200"} 4.0' in lines  # two of each worker
     assert 'unmask_requests_total{route="other",status="413"} 1.0' in lines  # of the server itself
     assert 'unmask_request_seconds_count{route="/v1/completions"} 4.0' in lines
-    assert f"unmask_forward_passes_total {passes}" in lines and passes > 4
+    assert f'unmask_forward_passes_total{{model="tiny"}} {passes}' in lines and passes > 4
     assert 'unmask_running_sequences{worker="0"} 0.0' in lines and 'unmask_running_sequences{worker="1"} 0.0' in lines
     assert "unmask_workers 2.0" in lines and "unmask_worker_deaths_total 0.0" in lines
     assert not any("_created" in line for line in lines)

@@ -94,7 +94,7 @@ def test_answers_are_those_of_the_model_alone_whole_and_in_frames(server: Server
     metrics = http_get(f"{server.url}/metrics").text
     assert 'unmask_running_sequences{worker="1"} 0.0' in metrics
     assert {line for line in metrics.splitlines() if line.startswith("unmask_sequences_total")} == {
-        f'unmask_sequences_total{{outcome="finished"}} {len(PROMPTS) + 4}.0'
+        f'unmask_sequences_total{{model="model",outcome="finished"}} {len(PROMPTS) + 4}.0'
     }
 
 
@@ -132,7 +132,7 @@ def test_weights_are_replaced_on_all_also_on_one_that_starts_later(server: Serve
     for weight in trained.model.parameters():
         weight += torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)
     trained.save(server.weights / "new")
-    answer = http_post(f"{server.url}/v1/weights", json={"path": "new", "version": "2"}, headers=ADMIN)
+    answer = http_post(f"{server.url}/v1/weights", json={"model": "model", "path": "new", "version": "2"}, headers=ADMIN)
     assert answer.json() == {"version": "2", "workers": 2}
     server.workers()[0].send_signal(signal.SIGKILL)
     until(lambda: server.health()["live"] == 1)

@@ -19,6 +19,8 @@ from tests.serving.workers.local import LocalPool, serving_locally
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 from unmask.serving.app import AppSettings
+from unmask.serving.model_engine import ModelEngine
+from unmask.serving.weights import Folder
 from unmask.serving.workers import worker as worker_module
 
 PATTERN: dict[str, Any] = {"attention": "block_causal", "block_size": 3}
@@ -29,9 +31,9 @@ def one_reads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a model sets torch's default dtype for a moment, for all threads. Workers that are processes have one each."""
     lock, read = threading.Lock(), worker_module.read_weights
 
-    def alone(lm: DiffusionLM, folder: Path) -> Any:
+    def alone(model: ModelEngine, folder: Folder) -> Any:
         with lock:
-            return read(lm, folder)
+            return read(model, folder)
 
     monkeypatch.setattr(worker_module, "read_weights", alone)
 
@@ -61,7 +63,7 @@ def local(lms: list[DiffusionLM], tmp_path: Path) -> Iterator[LocalPool]:
 
 
 def send(local: LocalPool, path: str = "new", version: str = "2") -> httpx.Response:
-    return http_post(f"{local.url}/v1/weights", json={"path": path, "version": version}, headers=ADMIN)
+    return http_post(f"{local.url}/v1/weights", json={"model": "tiny", "path": path, "version": version}, headers=ADMIN)
 
 
 def complete(local: LocalPool, **diffusion: Any) -> httpx.Response:
@@ -70,7 +72,7 @@ def complete(local: LocalPool, **diffusion: Any) -> httpx.Response:
 
 
 def versions(local: LocalPool) -> list[str | None]:
-    return [worker.scheduler.version for worker in local.workers]
+    return [worker.scheduler.models["tiny"].version for worker in local.workers]
 
 
 def test_all_workers_take_them(local: LocalPool, lms: list[DiffusionLM], new: DiffusionLM) -> None:
@@ -83,7 +85,7 @@ def test_all_workers_take_them(local: LocalPool, lms: list[DiffusionLM], new: Di
 
 
 def test_the_admin_key_and_the_folders_are_checked_before_a_worker_is_asked(local: LocalPool, new: DiffusionLM) -> None:
-    assert http_post(f"{local.url}/v1/weights", json={"path": "new", "version": "2"}).status_code == 401
+    assert http_post(f"{local.url}/v1/weights", json={"model": "tiny", "path": "new", "version": "2"}).status_code == 401
     refused = send(local, "../first")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "path")
     assert versions(local) == [None, None]
@@ -107,10 +109,10 @@ def test_if_one_is_lost_while_it_reads_none_takes_them(
 ) -> None:
     read = worker_module.read_weights
 
-    def lost(lm: DiffusionLM, folder: Path) -> Any:
-        if lm is lms[1]:
+    def lost(model: ModelEngine, folder: Folder) -> Any:
+        if model.lm is lms[1]:
             local.workers[1].lose()
-        return read(lm, folder)
+        return read(model, folder)
 
     monkeypatch.setattr(worker_module, "read_weights", lost)
     answer = send(local)
@@ -126,10 +128,10 @@ def test_one_that_fails_to_take_them_ends_and_has_them_before_it_is_live_again(
     put, second = worker_module.put_weights, local.pool.workers[1]
     second.end = lambda: ended.append(second)
 
-    def failing(lm: DiffusionLM, weights: Any) -> None:
-        if lm is lms[1]:
+    def failing(model: ModelEngine, weights: Any) -> None:
+        if model.lm is lms[1]:
             raise RuntimeError("the device is gone")
-        put(lm, weights)
+        put(model, weights)
 
     with monkeypatch.context() as patch:
         patch.setattr(worker_module, "put_weights", failing)

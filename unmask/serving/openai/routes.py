@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from unmask.generation.remote.protocol import OTHER_WEIGHTS, model_facts
-from unmask.serving.errors import ErrorAnswer, OpenAIRoute
+from unmask.generation.remote.protocol import model_facts
+from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.limits import Limits
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
@@ -29,10 +29,6 @@ from unmask.serving.service import Events, ReplacedError, Service, time_limit_er
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
-STATUSES: dict[int | str, str] = {400: "The request is not valid", 404: "There is no such model"}
-STATUSES |= {OTHER_WEIGHTS: "The weights have another name", 429: "Too many requests wait", 503: "The server is ending"}
-STATUSES |= {504: "The time is over", "default": "Any other error"}
-ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorAnswer, "description": what} for status, what in STATUSES.items()}
 Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
 
@@ -50,12 +46,12 @@ def make_router(services: Mapping[str, Service], limits: Limits) -> APIRouter:
 def _add_models(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
     created, facts = int(time.time()), {name: model_facts(service.lm) for name, service in services.items()}  # which hash the vocabulary
 
-    @router.get("/models")
+    @router.get("/models", responses=documented())
     async def list_models() -> ModelList:
         """The models of this server."""
         return {"object": "list", "data": [model_card(service, limits, created, facts[name]) for name, service in services.items()]}
 
-    @router.get("/models/{model:path}", responses={status: ERRORS[status] for status in (404, "default")})
+    @router.get("/models/{model:path}", responses=documented(404))
     async def retrieve_model(model: str) -> ModelCard:
         """A model."""
         return model_card(find_model(services, model), limits, created, facts[model])
@@ -163,4 +159,4 @@ async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -
 def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, for its schema."""
     stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then [DONE]"}}}
-    return {200: {"model": answer, "content": stream}, **ERRORS}
+    return {200: {"model": answer, "content": stream}, **documented(400, 404, 409, 429, 503, 504)}
