@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,6 +22,7 @@ from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings
 from unmask.serving.limits import Limits
 from unmask.serving.scheduler import Scheduler
+from unmask.serving.workers.forward import whole_events
 
 PATTERN = ("block_causal", 4)
 CONFIG = SamplerConfig(max_new_tokens=12, temperature=1.0, seed=3)
@@ -186,6 +188,17 @@ def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.
         none_left = complete(local.url)
         assert (none_left.status_code, none_left.headers["retry-after"]) == (503, "5")
         assert none_left.json()["error"]["message"] == "no worker is ready. Try again in 5 seconds."
+
+
+def test_of_a_stream_whole_events_are_passed_on_at_once_and_no_half_one() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for part in (b"data: 1\n\n", b"data: 2\n", b"\ndata: 3\n\ndata", b": 4\n\n", b"data: 5"):
+            yield part
+
+    async def read() -> list[bytes]:
+        return [events async for events in whole_events(httpx.Response(200, content=parts()))]
+
+    assert asyncio.run(read()) == [b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n", b"data: 4\n\n"]
 
 
 def test_health_says_how_many_workers_live(pair: LocalPool) -> None:
