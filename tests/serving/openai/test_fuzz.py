@@ -126,7 +126,7 @@ def torn(draw: random.Random, content: bytes) -> bytes:
     """Bytes of which sometimes one is another one, or that end early or come twice."""
     at = draw.randrange(len(content))
     changed = content[:at] + bytes([draw.randrange(256)]) + content[at + 1 :]
-    return draw.choice([*[content] * 9, content[:at], changed, content * 2])
+    return draw.choice([*[content] * 17, content[:at], changed, content * 2])
 
 
 async def survive(draw: random.Random, schedulers: list[Scheduler], count: int) -> Counter[int]:
