@@ -55,7 +55,7 @@ def test_others_make_a_step_between_any_two_passes_of_a_search(monkeypatch: pyte
             [request] = make_requests(LM, ["abc"], CONFIG)
             events = scheduler.submit("tiny", [Work(request, CONFIG, frames=True)], owner="a")
             await anext(events)
-            return await scheduler.search(search, owner="b")
+            return await scheduler.search("tiny", search, owner="b")
 
     assert asyncio.run(run()) == alone and passes > 10
     during = "".join(each[0] for each in made).strip("s")
@@ -76,13 +76,13 @@ def test_a_search_that_nobody_waits_for_ends_after_the_pass_that_it_is_in() -> N
 
     async def run() -> None:
         async with scheduling(LM) as scheduler:
-            task = asyncio.create_task(scheduler.search(endless, owner="a"))
+            task = asyncio.create_task(scheduler.search("tiny", endless, owner="a"))
             await until(inside.is_set)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
             go_on.set()
             await until(lambda: ended)
-            assert await scheduler.search(lambda between_steps: between_steps(lambda: "next"), owner="a") == "next"
+            assert await scheduler.search("tiny", lambda between_steps: between_steps(lambda: "next"), owner="a") == "next"
 
     asyncio.run(run())
     assert isinstance(ended[0], CancelledError)
@@ -95,13 +95,13 @@ def test_the_end_of_the_server_ends_searches() -> None:
 
     async def run() -> None:
         async with scheduling(LM) as scheduler:
-            task = asyncio.create_task(scheduler.search(endless, owner="a"))
+            task = asyncio.create_task(scheduler.search("tiny", endless, owner="a"))
             await asyncio.sleep(0.02)
             await scheduler.stop(grace=30)
             with pytest.raises(StoppedError, match="the server is ending"):
                 await task
             with pytest.raises(StoppedError):
-                await scheduler.search(endless, owner="a")
+                await scheduler.search("tiny", endless, owner="a")
 
     asyncio.run(run())
 
@@ -113,12 +113,12 @@ def test_lengths_that_other_weights_found_are_searched_again(monkeypatch: pytest
     async def run() -> None:
         async with scheduling(LM) as scheduler:
 
-            async def searching(function: Callable[..., Any], *, owner: str) -> Any:
+            async def searching(model: str, function: Callable[..., Any], *, owner: str) -> Any:
                 nonlocal searches
                 searches += 1
                 if searches == 1:
                     await scheduler.replace_weights("tiny", lambda: None, "new")
-                return await Scheduler.search(scheduler, function, owner=owner)
+                return await Scheduler.search(scheduler, model, function, owner=owner)
 
             monkeypatch.setattr(scheduler, "search", searching)
             plan = await plan_infill(Context(ModelService(scheduler, "tiny"), Limits(), "a"), TEXT)
@@ -151,6 +151,30 @@ def test_the_weights_that_found_the_lengths_fill_them(stalled: threading.Semapho
             assert {event.version for event in await collect(waiting)} == {"new"}
 
     asyncio.run(run())
+
+
+def test_searches_come_after_new_weights_that_wait(stalled: threading.Semaphore) -> None:
+    """Else they would be for the old ones. Those of other models do not wait."""
+
+    async def run() -> list[str]:
+        async with scheduling(LM, {"other": tiny("phi", "bidirectional")}) as scheduler:
+            done: list[str] = []
+            running = scheduler.submit("tiny", works(LM, ["abc"]), owner="a")
+            await until(lambda: scheduler.metrics.registry.get_sample_value("unmask_running_sequences") == 1)
+            loading = asyncio.create_task(scheduler.replace_weights("tiny", lambda: done.append("new weights"), "new"))
+            await asyncio.sleep(0)
+            own, other = (
+                asyncio.create_task(scheduler.search(name, lambda part, name=name: part(lambda: done.append(name)), owner=name))
+                for name in ("tiny", "other")
+            )
+            while not other.done():
+                stalled.release()
+                await asyncio.sleep(0)
+            stalled.release(1000)
+            await asyncio.gather(traces(running), loading, own)
+            return done
+
+    assert asyncio.run(run()) == ["other", "new weights", "tiny"]
 
 
 def test_what_is_replaced_before_it_is_submitted_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:

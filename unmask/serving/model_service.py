@@ -63,4 +63,4 @@ class ModelService:
 
     async def search(self, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
         """As of `Service`."""
-        return await self.scheduler.search(function, owner=owner)
+        return await self.scheduler.search(self.name, function, owner=owner)

@@ -147,7 +147,7 @@ class Scheduler:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
-            if weights is not None and (weights != self.models[model].weights or any(job.model == model for job in self._jobs)):
+            if weights is not None and (weights != self.models[model].weights or any(job.exclusive and job.model == model for job in self._jobs)):
                 raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
             submission = Submission(model, work, version, timeout, since, self._forget, prepared=weights is not None)
@@ -169,25 +169,25 @@ class Scheduler:
         self._check_stopping()
         return await self._aside.run(function, owner)
 
-    async def search(self, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
-        """As of `Service`."""
+    async def search(self, model: str, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
+        """As of `Service`, for the model of this name."""
         self._check_stopping()
         loop, left = asyncio.get_running_loop(), threading.Event()
 
         def between_steps(part: Callable[[], Any]) -> Any:
             if left.is_set():
                 raise CancelledError
-            return asyncio.run_coroutine_threadsafe(self.between_steps(part), loop).result()
+            return asyncio.run_coroutine_threadsafe(self.between_steps(part, model), loop).result()
 
         try:
             return await self._searches.run(lambda: function(between_steps), owner)
         finally:
             left.set()
 
-    async def between_steps(self, function: Callable[[], Result]) -> Result:
-        """Run a function that needs a model in the engines' thread, between two steps. Errors as it raises, StoppedError, and
-        OverloadedError if as many functions wait as sequences may."""
-        return await self._do(Job(function))
+    async def between_steps(self, function: Callable[[], Result], model: str | None = None) -> Result:
+        """Run a function that needs a model in the engines' thread, between two steps; and after new weights of the model of this name that
+        wait already. Errors as it raises, StoppedError, and OverloadedError if as many functions wait as sequences may."""
+        return await self._do(Job(function, model))
 
     async def replace_weights(self, model: str, load: Callable[[], None], version: str) -> None:
         """Call `load` in the engines' thread once the submissions to this model that have begun, or were prepared with its old weights, are
@@ -197,12 +197,12 @@ class Scheduler:
             load()
             self.models[model].version = version
 
-        await self._do(Job(replace, model))
+        await self._do(Job(replace, model, exclusive=True))
 
     async def _do(self, job: Job) -> Any:
         with self._changed:
             self._check_stopping()
-            if sum(other.model == job.model for other in self._jobs) >= self.queue_size:
+            if sum((other.model, other.exclusive) == (job.model, job.exclusive) for other in self._jobs) >= self.queue_size:
                 raise self._overloaded(1)
             self._jobs.append(job)
             self._changed.notify()
@@ -294,13 +294,20 @@ class Scheduler:
     def _do_job(self) -> None:
         """Do the first job that may be done now: one between two steps, so that none holds up what runs for long."""
         with self._changed:
-            job = next((job for job in self._jobs if job.model is None or not self._is_busy(job.model)), None)
+            job = next((job for job in self._jobs if self._may_run(job)), None)
             if job is None:
                 return
             self._jobs.remove(job)
-            if job.model is not None:
+            if job.exclusive and job.model is not None:
                 self.models[job.model].weights += 1
         job.run()
+
+    def _may_run(self, job: Job) -> bool:
+        """Whether no earlier job has to replace the weights that this one needs, and what it has to wait for is finished."""
+        if job.model is None:
+            return True
+        first = next(other for other in self._jobs if other is job or (other.exclusive and other.model == job.model))
+        return first is job and not (job.exclusive and self._is_busy(job.model))
 
     def _is_busy(self, model: str) -> bool:
         """Whether a submission to a model keeps its weights and is not finished."""
@@ -326,7 +333,7 @@ class Scheduler:
         if self._again or any(entry.alone for model in self.models.values() for entry in model.running.values()):
             return self._again.popleft() if not self._num_running else None
         with self._changed:
-            replaced = {job.model for job in self._jobs}
+            replaced = {job.model for job in self._jobs if job.exclusive}
             entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or entry.submission.model not in replaced)
             if entry is not None:
                 entry.submission.begun = True

@@ -21,7 +21,8 @@ class Job:
     """A function that needs the engines' thread."""
 
     function: Callable[[], Any]
-    model: str | None = None  # of which it waits until no sequence runs, and lets none enter before it; None: it waits for none
+    model: str | None = None  # that it needs as it is; None: any
+    exclusive: bool = False  # whether it waits until no sequence of the model runs, and lets none enter before it
     done: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:

@@ -22,7 +22,8 @@ from unmask.config.run import SamplerConfig
 from unmask.serving.app import AppSettings
 from unmask.serving.limits import Limits
 from unmask.serving.scheduler import Scheduler
-from unmask.serving.workers.forward import whole_events
+from unmask.serving.workers.forward import OWNER, whole_events
+from unmask.serving.workers.pool import client_of
 
 PATTERN = ("block_causal", 4)
 CONFIG = SamplerConfig(max_new_tokens=12, temperature=1.0, seed=3)
@@ -107,6 +108,15 @@ def test_no_client_gets_where_the_server_asks_its_workers(path: str, pair: Local
     with connect(pair.url) as client:
         client.sendall(head_of("PUT", path, body) + body)
         assert read_all(client).split()[1] in (b"404", b"405")
+
+
+def test_a_request_that_has_an_owner_is_a_clients_on_any_path(pair: LocalPool) -> None:
+    async def ask(**headers: str) -> httpx.Response:
+        async with client_of(pair.workers[0].path) as worker:
+            return await worker.put("/weights", json={"folder": "/none", "given": "none", "version": "1"}, headers=headers)
+
+    assert asyncio.run(ask(**{OWNER: "somebody"})).status_code in (404, 405)
+    assert asyncio.run(ask()).json()["where"] == "path"
 
 
 def test_workers_learn_whose_a_request_is_from_the_server_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,8 +233,10 @@ def test_metrics_are_the_sum_and_gauges_have_their_worker() -> None:
         assert http_post(f"{local.url}/v1/completions", content=b"x" * 2_000_000).status_code == 413
         lines = http_get(f"{local.url}/metrics").text.splitlines()
         passes = sum(worker.value("unmask_forward_passes_total", model="tiny") for worker in local.workers)
-    assert 'unmask_requests_total{route="/v1/completions",status="200"} 4.0' in lines  # two of each worker
-    assert 'unmask_requests_total{route="other",status="413"} 1.0' in lines  # of the server itself
+    assert sorted(line for line in lines if line.startswith("unmask_requests_total")) == [
+        'unmask_requests_total{route="/v1/completions",status="200"} 4.0',  # two of each worker
+        'unmask_requests_total{route="other",status="413"} 1.0',  # of the server itself
+    ]
     assert 'unmask_request_seconds_count{route="/v1/completions"} 4.0' in lines
     assert f'unmask_forward_passes_total{{model="tiny"}} {passes}' in lines and passes > 4
     assert 'unmask_running_sequences{worker="0"} 0.0' in lines and 'unmask_running_sequences{worker="1"} 0.0' in lines

@@ -158,5 +158,5 @@ async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -
 
 def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
     """The answers of a route, for its schema."""
-    stream = {"text/event-stream": {"schema": {"type": "string", "description": "With `stream`: chunks, then [DONE]"}}}
+    stream = {"text/event-stream": {"schema": {"description": "With `stream`: chunks, then [DONE]"}}}
     return {200: {"model": answer, "content": stream}, **documented(400, 404, 409, 429, 503, 504)}
