@@ -196,7 +196,7 @@ def send(url: str, count: int, seed: int) -> Counter[int]:
     return statuses
 
 
-@pytest.mark.parametrize("rounds, growth", [(1, None), pytest.param(50, GROWTH, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("rounds, growth", [(1, None), pytest.param(60, GROWTH, marks=pytest.mark.nightly)])
 def test_requests_from_the_schema_of_the_api_are_answered_as_it_says(rounds, growth):
     """Over a socket."""
     limits = Limits(max_tokens=8, steps=8, n=2, sequences=4, compile_seconds=1.0)
