@@ -78,8 +78,7 @@ def serve(
     scheduling = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size, "deterministic": deterministic}
     served = ServedModels(model.path, model.load_arguments(), name, adapted, others, scheduling, settings.limits, grace)
     with open_port(host, port) as listener:
-        announce_this = partial(announce, listener, len(placed))
-        Serving(served, settings, listener, ConnectionLimits(max_connections), announce_this).run(placed)
+        Serving(served, settings, listener, ConnectionLimits(max_connections), partial(announce, listener, len(placed))).run(placed)
 
 
 def place_workers(workers: int | None, devices: str | None, model: ModelConfig, queue_size: int) -> tuple[list[str], int]:

@@ -147,7 +147,9 @@ class Scheduler:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
         with self._changed:
             self._check_stopping()
-            if weights is not None and (weights != self.models[model].weights or any(job.exclusive and job.model == model for job in self._jobs)):
+            if weights is not None and (
+                weights != self.models[model].weights or any(job.exclusive and job.model == model for job in self._jobs)
+            ):
                 raise ReplacedError("new weights are loaded", where="version", remedy="Send it again")
             self._make_room(len(work), owner)
             submission = Submission(model, work, version, timeout, since, self._forget, prepared=weights is not None)
@@ -302,6 +304,11 @@ class Scheduler:
                 self.models[job.model].weights += 1
         job.run()
 
+    @property
+    def _replaced(self) -> set[str | None]:
+        """The models for which new weights wait."""
+        return {job.model for job in self._jobs if job.exclusive}
+
     def _may_run(self, job: Job) -> bool:
         """Whether no earlier job has to replace the weights that this one needs, and what it has to wait for is finished."""
         if job.model is None:
@@ -333,7 +340,7 @@ class Scheduler:
         if self._again or any(entry.alone for model in self.models.values() for entry in model.running.values()):
             return self._again.popleft() if not self._num_running else None
         with self._changed:
-            replaced = {job.model for job in self._jobs if job.exclusive}
+            replaced = self._replaced
             entry = self._queue.pop(lambda entry: entry.submission.keeps_weights or entry.submission.model not in replaced)
             if entry is not None:
                 entry.submission.begun = True

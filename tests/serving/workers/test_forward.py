@@ -111,9 +111,11 @@ def test_no_client_gets_where_the_server_asks_its_workers(path: str, pair: Local
 
 
 def test_a_request_that_has_an_owner_is_a_clients_on_any_path(pair: LocalPool) -> None:
+    body = {"model": "tiny", "path": "/none", "given": "none", "roots": ["/"], "version": "1"}
+
     async def ask(**headers: str) -> httpx.Response:
         async with client_of(pair.workers[0].path) as worker:
-            return await worker.put("/weights", json={"folder": "/none", "given": "none", "version": "1"}, headers=headers)
+            return await worker.put("/weights", json=body, headers=headers)
 
     assert asyncio.run(ask(**{OWNER: "somebody"})).status_code in (404, 405)
     assert asyncio.run(ask()).json()["where"] == "path"
