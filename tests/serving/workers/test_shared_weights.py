@@ -143,6 +143,22 @@ def test_one_that_fails_to_take_them_ends_and_has_them_before_it_is_live_again(
     assert fingerprint(lms[1].model) == fingerprint(new.model)
 
 
+def test_one_that_ends_as_soon_as_it_has_them_gets_no_requests(local: LocalPool, new: DiffusionLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = local.pool.workers[1]
+    ask = second.ask
+
+    async def last(method: str, path: str, **content: Any) -> httpx.Response | None:
+        answer = await ask(method, path, **content)
+        if method == "POST":
+            await second.leave()  # as when its process has ended
+        return answer
+
+    monkeypatch.setattr(second, "ask", last)
+    send(local)
+    assert local.pool.live == [local.pool.workers[0]]
+    assert [complete(local, version="2").status_code for _ in range(4)] == [200] * 4
+
+
 def test_one_that_cannot_have_them_any_more_waits_for_the_next(
     local: LocalPool, new: DiffusionLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -95,7 +95,11 @@ class SharedWeights:
                     logger.error("worker %d cannot have the weights %r, and waits for the next: %s", worker.number, latest.version, error)
                 else:
                     await self._take(worker, latest)
-            worker.live = not self._lacking[worker]
+            self._admit(worker)
+
+    def _admit(self, worker: Worker) -> None:
+        """Let a worker have requests if it has all weights, and has not ended meanwhile."""
+        worker.live = worker.client is not None and not self._lacking[worker]
 
     async def _read(self, worker: Worker, new: Given) -> None:
         """Have a worker read weights, and check them."""
@@ -117,5 +121,5 @@ class SharedWeights:
             self._lacking[worker].add(new.model)
             logger.error("worker %d ended before it had the new weights, with which it is started again", worker.number)
             worker.end()
-        worker.live = not self._lacking[worker]
+        self._admit(worker)
         return took
