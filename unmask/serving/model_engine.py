@@ -28,7 +28,7 @@ class ModelEngine:
     Attributes:
         parent: the name of the model on whose weights these adapters are; None: its weights are its own.
         version: of the weights, as a client named them; None: the first ones.
-        weights: how often they have been replaced.
+        weights: how often they have been replaced; a replacement that failed counts, too.
         running: the sequences, by ticket.
         failures: of sequences that ran alone, one after the other.
     """
