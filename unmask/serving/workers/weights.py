@@ -58,6 +58,7 @@ class SharedWeights:
         self.workers = workers
         self.latest: dict[str, Given] = {}
         self._lacking: dict[Worker, set[str]] = {worker: set() for worker in workers}  # models of which a worker has other weights
+        self._starting: set[Worker] = set()  # workers that have yet to catch up
         self._changing = asyncio.Lock()
 
     async def replace(self, model: str, folder: Folder, version: str) -> Served:
@@ -69,7 +70,7 @@ class SharedWeights:
             NoWorkerError: none is ready.
         """
         async with self._changing:
-            workers = [worker for worker in self.workers if worker.client is not None]
+            workers = [worker for worker in self.workers if worker.client is not None and worker not in self._starting]
             if not workers:
                 raise NoWorkerError("no worker is ready", remedy="Send it again")
             with folder.reading():
@@ -84,7 +85,9 @@ class SharedWeights:
 
     async def catch_up(self, worker: Worker) -> None:
         """Make a worker that was started live, with the latest weights. One that cannot have them any more waits for the next ones."""
+        self._starting.add(worker)
         async with self._changing:
+            self._starting.discard(worker)
             self._lacking[worker] = set(self.latest)
             for latest in self.latest.values():
                 try:
