@@ -22,7 +22,6 @@ export function App() {
   const [key, setKey] = useState(() => sessionStorage.getItem(KEY) ?? "");
   const [dialog, setDialog] = useState<"key" | "help" | null>(null);
   const [models, setModels] = useState<Model[]>([]);
-  const [modelId, setModelId] = useState("");
   const [problem, setProblem] = useState("");
   const [turns, setTurns] = useState<Message[]>([]);
   const [question, setQuestion] = useState("");
@@ -31,7 +30,7 @@ export function App() {
   const { runs, running, start, cancel, clear } = useRuns();
   const length = Math.max(0, ...runs.map((run) => run.recording?.length ?? 0));
   const player = usePlayer(length, running);
-  const model = models.find(({ id }) => id === modelId) ?? models[0] ?? null;
+  const model = models.find(({ id }) => id === setup.model) ?? models[0] ?? null;
 
   useEffect(() => {
     const controller = new AbortController();
@@ -141,7 +140,7 @@ export function App() {
         models={models}
         model={model}
         hasKey={key !== ""}
-        onModel={setModelId}
+        onModel={(model) => setSetup({ ...setup, model })}
         onKey={() => setDialog("key")}
         onHelp={() => setDialog("help")}
         onShare={share}
@@ -169,14 +168,7 @@ export function App() {
           {setup.mode === "chat" ? null : composer}
           {setup.mode === "chat" && <Conversation turns={turns} question={question} />}
           {runs.length ? (
-            <Results
-              runs={runs}
-              model={model?.id ?? ""}
-              player={player}
-              length={length}
-              colour={colour}
-              onColour={setColour}
-            />
+            <Results runs={runs} player={player} length={length} colour={colour} onColour={setColour} />
           ) : (
             <EmptyStage tokens={tokens || 24} />
           )}

@@ -46,7 +46,7 @@ describe("toSvg", () => {
 });
 
 it("exports what replays to the text", () => {
-  const run = new Run(DECODING, { seed: 1 });
+  const run = new Run("m", DECODING, { seed: 1 });
   const frame = {
     step: 1,
     revealed: [{ position: 0, token: 4, text: "a", probability: 0.5 }],
@@ -54,7 +54,8 @@ it("exports what replays to the text", () => {
     committed: 1,
   };
   run.recording = Recording.of([null], [frame]);
-  const { runs } = JSON.parse(toJson("m", [run]));
+  const { model, runs } = JSON.parse(toJson([run]));
+  expect(model).toBe("m");
   expect(Recording.of(runs[0].canvas, runs[0].frames).cells(1)).toEqual(run.recording.cells(1));
   expect(runs[0].request).toEqual({ seed: 1 });
 });

@@ -96,6 +96,7 @@ describe("share links", () => {
   it("come back as they were", () => {
     const setup: Setup = {
       mode: "infill",
+      model: "a/b c",
       prompt: "a&b=c #1",
       system: "x\ny",
       document: "é▯▯ 😀",

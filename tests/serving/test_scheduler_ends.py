@@ -17,6 +17,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.engine import Engine
+from unmask.generation.frames import Frame, Watched
 from unmask.generation.output import Trace
 from unmask.generation.requests import make_infill_requests
 from unmask.serving.model_engine import MOST_FAILURES
@@ -120,6 +121,29 @@ def test_who_fails_in_company_fails_alone(error: Exception, monkeypatch: pytest.
                 assert outline([events[-1].trace]) == await alone(scheduler, prompt, key=number)
                 assert [event.frame.step for event in events if event.frame] == list(range(1, 9))
             assert scheduler.healthy
+
+    asyncio.run(run())
+
+
+def test_what_a_step_finished_is_not_lost_when_another_sequence_cannot_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, look, failed = tiny(attention="bidirectional"), Watched.look, threading.Event()
+    short = CONFIG.model_copy(update={"stop_at_eos": False})
+
+    def failing(self: Watched, engine: Engine, ticket: int) -> Frame | None:
+        frame = look(self, engine, ticket)
+        if frame is not None and frame.step == short.max_new_tokens and not failed.is_set():
+            failed.set()
+            raise RuntimeError("out of memory")
+        return frame
+
+    monkeypatch.setattr(Watched, "look", failing)
+
+    async def run() -> None:
+        async with scheduling(lm) as scheduler, asyncio.timeout(60):
+            both = [*works(lm, ["abc"], short), *works(lm, ["f"], LONG, frames=True, first_key=1)]
+            found = outline(await traces(scheduler.submit("tiny", both, owner="a")))
+            assert failed.is_set()
+            assert found == [*await alone(scheduler, "abc", short), *await alone(scheduler, "f", LONG, key=1)]
 
     asyncio.run(run())
 

@@ -74,7 +74,7 @@ def serve(
         log_requests=log_requests,
     )
     if log_requests:
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+        show_requests()
     scheduling = {"batch_size": batch_size, "max_batch_tokens": max_batch_tokens, "queue_size": queue_size, "deterministic": deterministic}
     served = ServedModels(model.path, model.load_arguments(), name, adapted, others, scheduling, settings.limits, grace)
     with open_port(host, port) as listener:
@@ -103,6 +103,12 @@ def announce(listener: socket.socket, workers: int, what: str) -> None:
     place = f"[{address[0]}]" if ":" in address[0] else address[0]
     by = f" by {workers} workers" if workers else ""
     typer.echo(f"{what}{by} at http://{place}:{address[1]}")
+
+
+def show_requests() -> None:
+    """Log requests to stderr. Other libraries stay quiet: some would log what the server asks its workers."""
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("unmask").setLevel(logging.INFO)
 
 
 def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> list[dict[str, str]]:

@@ -69,7 +69,7 @@ class AppSettings:
 
 
 class Health(TypedDict):
-    """The state of the engine."""
+    """The state of the engines."""
 
     status: Literal["ok", "failing"]
 
@@ -122,7 +122,7 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> AS
 
 
 def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
-    failing = {"model": Health, "description": "The engine fails, or has ended"}
+    failing = {"model": Health, "description": "A model fails, or the engines have ended"}
 
     @app.get(HEALTH, response_model=Health, responses={**documented(), 503: failing})
     async def health() -> Response:

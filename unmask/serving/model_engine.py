@@ -28,7 +28,7 @@ class ModelEngine:
     Attributes:
         parent: the name of the model on whose weights these adapters are; None: its weights are its own.
         version: of the weights, as a client named them; None: the first ones.
-        weights: how often they have been replaced.
+        weights: how often they have been replaced; a replacement that failed counts, too.
         running: the sequences, by ticket.
         failures: of sequences that ran alone, one after the other.
     """
@@ -73,11 +73,12 @@ class ModelEngine:
         finished = self._engine.step()
         self._metrics.engine_seconds.labels(self.name).inc(perf_counter() - started)
         self._metrics.forward_passes.labels(self.name).inc(self._engine.num_forward_passes - passes)
-        deliveries: Deliveries = [self._finish(ticket, trace) for ticket, trace in finished]
-        for ticket, entry in self.running.items():
+        deliveries: Deliveries = []
+        for ticket, entry in self.running.items():  # before any is finished: if the device fails, all start again
             if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
                 self._measure_first_frame(entry)
                 deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
+        deliveries += [self._finish(ticket, trace) for ticket, trace in finished]
         self.failures = 0
         return deliveries
 

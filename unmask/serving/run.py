@@ -23,6 +23,7 @@ class Serving:
         models: what it serves; with workers, what each of them does.
         settings: who may use it.
         listener: its port.
+        connections: their limits.
         on_start: called once, when it accepts connections, with a description of the models.
     """
 

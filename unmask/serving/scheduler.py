@@ -65,6 +65,7 @@ class Scheduler:
         max_batch_tokens: as of `Engine`, for each model.
         queue_size: the most sequences that wait, for all models.
         deterministic: whether every sequence is computed separately, so that company does not change the last bits of its answer.
+        metrics: what it counts in; None: its own.
 
     Attributes:
         models: all of them, by name, the first one first.

@@ -43,6 +43,10 @@ class AdminKeyError(ServiceError):
     status = 401
 
 
+class ChangedError(ModelError):
+    """The files of a folder have changed while they were read."""
+
+
 class NewWeights(BaseModel):
     """Weights to serve from now on."""
 
@@ -96,6 +100,8 @@ class Folder:
         """Inside, errors of reading it name it as the caller did, and none tells where it lies."""
         try:
             yield
+        except ChangedError:
+            raise
         except (ConfigError, DataError, ModelError) as error:
             raise ModelError(error.what.replace(str(self.path), self.given), where="path", remedy=REMEDY) from error
         except (OSError, RuntimeError) as error:  # of the disk, or of the device
@@ -177,7 +183,7 @@ def read_weights(model: ModelEngine, folder: Folder) -> Mapping[str, Tensor]:
     before = folder.files()
     weights = _whole_model(model.lm, str(folder.path)) if model.parent is None else read_adapters(model.lm, folder.path)
     if folder.files() != before:
-        raise ModelError("its files changed while they were read", where="path", remedy="Send it again once they are written")
+        raise ChangedError("its files changed while they were read", where="path", remedy="Send it again once they are written")
     return weights
 
 

@@ -5,8 +5,8 @@ import type { Cell } from "./recording";
 import type { Run } from "./run";
 import { BLANK, type Colour, INK, MUTED, type Rgb, shade, tintOf } from "./tint";
 
-/** All that is needed to show or compute with a run again. */
-export function toJson(model: string, runs: Run[]): string {
+/** All that is needed to show or compute with runs of one model again. */
+export function toJson(runs: Run[]): string {
   const each = runs.map((run) => ({
     request: run.request,
     status: run.status,
@@ -15,7 +15,7 @@ export function toJson(model: string, runs: Run[]): string {
     frames: run.recording?.frames ?? [],
     result: run.summary,
   }));
-  return `${JSON.stringify({ format: "unmask-playground-1", model, runs: each }, null, 2)}\n`;
+  return `${JSON.stringify({ format: "unmask-playground-1", model: runs[0]?.model, runs: each }, null, 2)}\n`;
 }
 
 const CHARACTER = 8.4; // the width of one at 14 px

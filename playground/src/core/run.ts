@@ -15,7 +15,9 @@ export class Run {
   /** From the request to the last event, network included. */
   seconds = 0;
 
+  /** @param model The name of the model that was asked. */
   constructor(
+    readonly model: string,
     readonly decoding: Decoding,
     readonly request: object,
   ) {}

@@ -1,4 +1,4 @@
-/** What a link says: the mode, its text and the settings, in the fragment, which browsers do not send to the server. */
+/** What a link says: the mode, its text, the model and the settings, in the fragment, which browsers do not send to the server. */
 
 import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, POLICIES, RULES, SHARED, type Shared } from "./settings";
 
@@ -8,6 +8,8 @@ export type Mode = keyof typeof MODES;
 /** Everything that makes a run, but for the key. */
 export interface Setup {
   mode: Mode;
+  /** Its name; empty: the first one of the server. */
+  model: string;
   prompt: string;
   system: string;
   document: string;
@@ -18,6 +20,7 @@ export interface Setup {
 
 export const SETUP: Setup = {
   mode: "completion",
+  model: "",
   prompt: "",
   system: "",
   document: "",
@@ -34,8 +37,8 @@ export function toFragment({ mode, shared, decodings, ...others }: Setup): strin
       if (values[name] !== defaults[name]) fields.set(prefix + name, String(values[name]));
     }
   };
-  const { prompt, system, document, compare } = SETUP;
-  put("", others, { prompt, system, document, compare });
+  const { model, prompt, system, document, compare } = SETUP;
+  put("", others, { model, prompt, system, document, compare });
   put("", shared, SHARED);
   put("a.", decodings[0], SETUP.decodings[0]);
   if (others.compare) put("b.", decodings[1], SETUP.decodings[1]);

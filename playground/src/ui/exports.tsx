@@ -8,13 +8,12 @@ import type { Player } from "./use-player";
 
 interface Props {
   runs: Run[];
-  model: string;
   player: Player;
   colour: Colour;
 }
 
 /** What can be taken along: the runs as files, and their text. */
-export function Exports({ runs, model, player, colour }: Props) {
+export function Exports({ runs, player, colour }: Props) {
   const [drawing, setDrawing] = useState("");
   const [news, setNews] = useState("");
   useEffect(() => {
@@ -27,7 +26,7 @@ export function Exports({ runs, model, player, colour }: Props) {
     const { recording } = run;
     if (!recording) return;
     const shown = Math.min(player.at, recording.length);
-    const caption = `${captionOf(model, run)}, frame ${shown} of ${recording.length}, ${run.passes} passes`;
+    const caption = `${captionOf(run)}, frame ${shown} of ${recording.length}, ${run.passes} passes`;
     const figure = toSvg(recording.cells(shown), recording.length, colour, caption);
     download(`${name}.svg`, new Blob([figure], { type: "image/svg+xml" }));
   };
@@ -35,7 +34,7 @@ export function Exports({ runs, model, player, colour }: Props) {
     if (!run.recording) return;
     const { initial, frames } = run.recording;
     const canvas = initial.map((cell) => cell.text);
-    const caption = `${captionOf(model, run)}, ${run.passes} passes`;
+    const caption = `${captionOf(run)}, ${run.passes} passes`;
     const loops = !matchMedia("(prefers-reduced-motion: reduce)").matches;
     setDrawing(name);
     try {
@@ -52,7 +51,7 @@ export function Exports({ runs, model, player, colour }: Props) {
       <button
         type="button"
         class="quiet"
-        onClick={() => download("unmask.json", new Blob([toJson(model, runs)], { type: "application/json" }))}
+        onClick={() => download("unmask.json", new Blob([toJson(runs)], { type: "application/json" }))}
       >
         JSON
       </button>
@@ -91,6 +90,6 @@ export function Exports({ runs, model, player, colour }: Props) {
   );
 }
 
-function captionOf(model: string, run: Run): string {
-  return `${model}, ${describe(run.decoding)}`;
+function captionOf(run: Run): string {
+  return `${run.model}, ${describe(run.decoding)}`;
 }

@@ -10,7 +10,6 @@ import type { Player } from "./use-player";
 
 interface Props {
   runs: Run[];
-  model: string;
   player: Player;
   length: number;
   colour: Colour;
@@ -18,7 +17,7 @@ interface Props {
 }
 
 /** The texts of one or two runs, with what belongs to both. */
-export function Results({ runs, model, player, length, colour, onColour }: Props) {
+export function Results({ runs, player, length, colour, onColour }: Props) {
   const recordings = runs.flatMap((run) => run.recording ?? []);
   const [first, second] = runs;
   const finished = first?.status === "done" && second?.status === "done";
@@ -53,7 +52,7 @@ export function Results({ runs, model, player, length, colour, onColour }: Props
       </div>
       {finished && differing && <Verdict first={first} second={second} differing={differing.size} />}
       {recordings.length > 0 && <Transport player={player} recordings={recordings} length={length} />}
-      {recordings.length > 0 && <Exports runs={runs} model={model} player={player} colour={colour} />}
+      {recordings.length > 0 && <Exports runs={runs} player={player} colour={colour} />}
     </>
   );
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ import pytest
 from unmask.serving.served_models import ServedModels
 from unmask.serving.workers import fleet as fleet_module
 from unmask.serving.workers.fleet import DELAYS, Fleet
-from unmask.serving.workers.process import WorkerStartError
+from unmask.serving.workers.process import WorkerStartError, start_worker
 
 SERVED = ServedModels("no/model", {}, "tiny")
 
 
 class Process:
     """Listens nowhere, so that nobody who asks it gets an answer."""
-
-    model = "a model"
 
     def __init__(self, folder: Path):
         self.socket, self.is_ended = str(folder / "none"), asyncio.Event()
@@ -126,6 +125,12 @@ def test_one_that_cannot_start_again_ends_the_server_with_the_cause(starts: Star
         assert str(fleet.error) == "no/model: no model"
 
     run(1, test)
+
+
+def test_a_process_that_the_system_does_not_start_is_an_error_of_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    with pytest.raises(WorkerStartError, match="--workers: a worker cannot be started"):
+        asyncio.run(start_worker(SERVED, "cpu", {}))
 
 
 def test_if_one_cannot_start_the_others_end_and_there_is_one_error(starts: Starts) -> None:

@@ -104,7 +104,7 @@ def without_time(value: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/metrics", "/weights", "/v1/../weights", "/v1/../metrics", "/v1/%2e%2e/weights", "//weights", "/health"])
 def test_no_client_gets_where_the_server_asks_its_workers(path: str, pair: LocalPool) -> None:
-    body = b'{"folder": "/", "given": "/", "version": "1"}'
+    body = b'{"model": "tiny", "path": "/", "given": "/", "roots": ["/"], "version": "1"}'
     with connect(pair.url) as client:
         client.sendall(head_of("PUT", path, body) + body)
         assert read_all(client).split()[1] in (b"404", b"405")

@@ -143,6 +143,58 @@ def test_one_that_fails_to_take_them_ends_and_has_them_before_it_is_live_again(
     assert fingerprint(lms[1].model) == fingerprint(new.model)
 
 
+def test_one_that_ends_as_soon_as_it_has_them_gets_no_requests(local: LocalPool, new: DiffusionLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    second = local.pool.workers[1]
+    ask = second.ask
+
+    async def last(method: str, path: str, **content: Any) -> httpx.Response | None:
+        answer = await ask(method, path, **content)
+        if method == "POST":
+            await second.leave()  # as when its process has ended
+        return answer
+
+    monkeypatch.setattr(second, "ask", last)
+    send(local)
+    assert local.pool.live == [local.pool.workers[0]]
+    assert [complete(local, version="2").status_code for _ in range(4)] == [200] * 4
+
+
+def test_one_that_starts_while_weights_are_replaced_is_asked_by_nobody_before_it_has_caught_up(
+    local: LocalPool, new: DiffusionLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be live with the latest weights of one model, and the first ones of the others."""
+    first, second = local.pool.workers
+    folder, asked = Folder.find("new", (tmp_path / "weights",)), list[str]()
+
+    async def run() -> None:
+        await second.leave()
+        ask, reading, go_on = first.ask, asyncio.Event(), asyncio.Event()
+
+        async def slow(method: str, path: str, **content: Any) -> httpx.Response | None:
+            reading.set()
+            await go_on.wait()
+            return await ask(method, path, **content)
+
+        async def noted(method: str, path: str, **content: Any) -> httpx.Response | None:
+            asked.append(f"{method} {content['json']['version']}" if "json" in content else method)
+            return await type(second).ask(second, method, path, **content)
+
+        monkeypatch.setattr(first, "ask", slow)
+        monkeypatch.setattr(second, "ask", noted)
+        replacing = [asyncio.create_task(local.weights.replace("tiny", folder, "2"))]
+        await reading.wait()
+        replacing.append(asyncio.create_task(local.weights.replace("tiny", folder, "3")))
+        await asyncio.sleep(0)  # it waits for the first one
+        second.join(local.workers[1].path)
+        catching_up = asyncio.create_task(local.weights.catch_up(second))
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(*replacing, catching_up)
+
+    asyncio.run(run())
+    assert asked == ["PUT 3", "POST"] and second.live and versions(local) == ["3", "3"]
+
+
 def test_one_that_cannot_have_them_any_more_waits_for_the_next(
     local: LocalPool, new: DiffusionLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

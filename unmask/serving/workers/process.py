@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from unmask.errors import UnmaskError
+from unmask.errors import UnmaskError, first_line
 from unmask.serving.served_models import ServedModels
 
 MODULE = "unmask.serving.workers.worker"
@@ -58,14 +58,12 @@ class WorkerProcess:
 
 
 async def start_worker(served: ServedModels, device: str, environment: Mapping[str, str]) -> WorkerProcess:
-    """Start a worker, and wait until it is ready. WorkerStartError if it ends before."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-P", "-m", MODULE]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
-        # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
-        process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
-    reader, leash = await asyncio.open_connection(sock=ours)
+    """Start a worker, and wait until it is ready. WorkerStartError if it cannot be started, or ends before."""
+    try:
+        process, reader, leash = await _launch(environment)
+    except OSError as error:
+        remedy = "Start fewer workers, or raise what the system limits"
+        raise WorkerStartError(f"a worker cannot be started ({first_line(error)})", where="--workers", remedy=remedy) from error
     answer: dict[str, Any] = {}
     try:
         leash.write(replace(served, loading={**served.loading, "device": device}).to_json().encode() + b"\n")
@@ -79,6 +77,21 @@ async def start_worker(served: ServedModels, device: str, environment: Mapping[s
         raise WorkerStartError(**answer["error"])
     what = f"a worker {how_it_ended(await process.wait())} before it was ready"
     raise WorkerStartError(what, where="--workers", remedy="See its errors above; if memory ran out, start fewer workers")
+
+
+async def _launch(environment: Mapping[str, str]) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """A process whose standard input is a socket to this one, and both directions of that. Raises OSError."""
+    ours, theirs = socket.socketpair()
+    with contextlib.ExitStack() as unless_connected:
+        unless_connected.enter_context(ours)
+        with theirs:
+            command = [sys.executable, "-P", "-m", MODULE]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+            # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
+            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
+        reader, leash = await asyncio.open_connection(sock=ours)
+        unless_connected.pop_all()
+    return process, reader, leash
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

@@ -58,6 +58,7 @@ class SharedWeights:
         self.workers = workers
         self.latest: dict[str, Given] = {}
         self._lacking: dict[Worker, set[str]] = {worker: set() for worker in workers}  # models of which a worker has other weights
+        self._starting: set[Worker] = set()  # workers that have yet to catch up
         self._changing = asyncio.Lock()
 
     async def replace(self, model: str, folder: Folder, version: str) -> Served:
@@ -69,7 +70,7 @@ class SharedWeights:
             NoWorkerError: none is ready.
         """
         async with self._changing:
-            workers = [worker for worker in self.workers if worker.client is not None]
+            workers = [worker for worker in self.workers if worker.client is not None and worker not in self._starting]
             if not workers:
                 raise NoWorkerError("no worker is ready", remedy="Send it again")
             with folder.reading():
@@ -84,7 +85,9 @@ class SharedWeights:
 
     async def catch_up(self, worker: Worker) -> None:
         """Make a worker that was started live, with the latest weights. One that cannot have them any more waits for the next ones."""
+        self._starting.add(worker)
         async with self._changing:
+            self._starting.discard(worker)
             self._lacking[worker] = set(self.latest)
             for latest in self.latest.values():
                 try:
@@ -95,7 +98,11 @@ class SharedWeights:
                     logger.error("worker %d cannot have the weights %r, and waits for the next: %s", worker.number, latest.version, error)
                 else:
                     await self._take(worker, latest)
-            worker.live = not self._lacking[worker]
+            self._admit(worker)
+
+    def _admit(self, worker: Worker) -> None:
+        """Let a worker have requests if it has all weights, and has not ended meanwhile."""
+        worker.live = worker.client is not None and not self._lacking[worker]
 
     async def _read(self, worker: Worker, new: Given) -> None:
         """Have a worker read weights, and check them."""
@@ -117,5 +124,5 @@ class SharedWeights:
             self._lacking[worker].add(new.model)
             logger.error("worker %d ended before it had the new weights, with which it is started again", worker.number)
             worker.end()
-        worker.live = not self._lacking[worker]
+        self._admit(worker)
         return took
