@@ -93,14 +93,14 @@ def soon(condition: Callable[[], bool]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("count, growth", [(40, None), pytest.param(1000, GROWTH, marks=pytest.mark.nightly)])
-def test_of_clients_that_leave_nothing_is_held(count: int, growth: int | None) -> None:
-    """Two run at once, so that most of them wait in the queue."""
-    draw = random.Random(0)
+@pytest.mark.parametrize("rounds, growth", [(2, None), pytest.param(50, GROWTH, marks=pytest.mark.nightly)])
+def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) -> None:
+    """Two run at once, so that most of them wait in the queue. Memory goes up and down by more than it may grow: the least of each half of
+    the rounds is compared."""
+    draw, memory = random.Random(0), list[int]()
 
-    async def all_leave(url: str, number: int) -> None:
-        for _ in range(0, number, AT_ONCE):
-            await asyncio.gather(*(leave(url, draw) for _ in range(AT_ONCE)))
+    async def all_leave(url: str) -> None:
+        await asyncio.gather(*(leave(url, draw) for _ in range(AT_ONCE)))
 
     with serving(make_model(), batch_size=2) as (url, server):
 
@@ -112,12 +112,11 @@ def test_of_clients_that_leave_nothing_is_held(count: int, growth: int | None) -
         ask()
         assert soon(lambda: not server.server_state.connections)
         before = held(server)
-        asyncio.run(all_leave(url, AT_ONCE))
-        assert soon(lambda: held(server) == before), (held(server), before)
-        memory = resident_memory()
-        asyncio.run(all_leave(url, count - AT_ONCE))
-        assert soon(lambda: held(server) == before), (held(server), before)
-        assert growth is None or resident_memory() - memory < growth
+        for _ in range(rounds):
+            asyncio.run(all_leave(url))
+            assert soon(lambda: held(server) == before), (held(server), before)
+            memory.append(resident_memory())
+        assert growth is None or min(memory[rounds // 2 :]) - min(memory[: rounds // 2]) < growth
         ask()
 
 
