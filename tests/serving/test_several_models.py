@@ -300,12 +300,18 @@ def test_the_command_loads_each_model_once(lm: DiffusionLM, tmp_path: Path) -> N
         (["--adapters", "red=a", "--adapters", "red=b"], r"--adapters: 'red' is the name of --adapters red=a already\. Give every model"),
         (["--adapters", "red=a", "--model", "red=b"], r"--model: 'red' is the name of --adapters red=a already"),
         (["--model", "m=b"], r"--model: 'm' is the name of MODEL already\. Give every model a name of its own; --name is that of MODEL"),
+        (["--model", "\udcff=b"], r"--model: '\\udcff' is not UTF-8\. Give the model another name"),
     ],
 )
 def test_options_that_name_no_model_are_refused(words: list[str], error: str) -> None:
     options = {option: [words[i + 1] for i in range(0, len(words), 2) if words[i] == option] for option in ("--adapters", "--model")}
     with pytest.raises(ConfigError, match=error):
         names_and_paths("m", options["--adapters"], options["--model"])
+
+
+def test_the_name_of_the_first_model_has_to_be_utf_8() -> None:
+    with pytest.raises(ConfigError, match=r"--name: 'a\\udcff' is not UTF-8\. Give the model another name"):
+        names_and_paths("a\udcff", [], [])
 
 
 def test_a_folder_without_adapters_ends_the_start_in_one_line(lm: DiffusionLM, tmp_path: Path) -> None:

@@ -113,8 +113,9 @@ def show_requests() -> None:
 
 def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -> list[dict[str, str]]:
     """The paths of adapters, and of models beside the one of this name, by their names, of options NAME=PATH. Raises ConfigError for one
-    without a name or a path, or for a name that is taken."""
+    without a name or a path, or for a name that is taken or is no text."""
     taken = {name: "MODEL"}
+    _check_name(name, "--name")
     found: list[dict[str, str]] = []
     for option, texts in (("--adapters", adapters), ("--model", models)):
         paths: dict[str, str] = {}
@@ -123,12 +124,21 @@ def names_and_paths(name: str, adapters: Sequence[str], models: Sequence[str]) -
             if not (called and path):
                 remedy = f"Use {option} as in {option} style=runs/style/model"
                 raise ConfigError(f"{text!r} is not NAME=PATH", where=option, remedy=remedy)
+            _check_name(called, option)
             if called in taken:
                 remedy = "Give every model a name of its own; --name is that of MODEL"
                 raise ConfigError(f"{called!r} is the name of {taken[called]} already", where=option, remedy=remedy)
             taken[called], paths[called] = f"{option} {text}", path
         found.append(paths)
     return found
+
+
+def _check_name(name: str, option: str) -> None:
+    """Raise ConfigError for a name with bytes that are not UTF-8, which no answer can carry."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name!r} is not UTF-8", where=option, remedy="Give the model another name") from None
 
 
 def keys_of(file: Path | None) -> tuple[str, ...]:
