@@ -84,7 +84,6 @@ def test_ten_times_as_many_clients_as_there_is_room_for(count: int, clock: list[
         else:
             config = SamplerConfig(max_new_tokens=STEPS, seed=body["seed"], **SETTINGS)
             assert response.json()["choices"][0]["text"] == unmask.generate(model(), [body["prompt"]], config).texts[0]
-    http = percentile(
-        steps[429], 0.99
-    )  # an answer passes twice through what a refusal passes once: when it is asked for, and when it is there
+    # An answer passes twice through what a refusal passes once: on its way in, and on its way out.
+    http = percentile(steps[429], 0.99)
     assert min(steps[200]) >= STEPS and percentile(steps[200], 0.99) <= MOST_STEPS + 2 * http
