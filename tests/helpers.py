@@ -56,10 +56,10 @@ def work_unit() -> float:
     return min(timeit.repeat(lambda: json.dumps(list(range(100_000))), number=1, repeat=3))
 
 
-def resident_memory() -> int:
-    """The bytes of memory of this process that are in use."""
+def resident_memory(process: int | None = None) -> int:
+    """The bytes of memory of a process that are in use; unset: of this one."""
     gc.collect()
-    return psutil.Process().memory_info().rss
+    return psutil.Process(process).memory_info().rss
 
 
 def run_all(command: list[Any], *, timeout: float, check: bool = True, **options: Any) -> subprocess.CompletedProcess[Any]:
