@@ -23,7 +23,6 @@ URL = "http://localhost:8000"
         ({"backend": "server", "url": "localhost:8000"}, "url"),
         ({"backend": "server", "url": "http://"}, "url"),
         ({"backend": "server", "url": URL, "sync": "lora"}, "sync"),
-        ({"backend": "server", "url": URL, "model": "m"}, "model"),
         ({"backend": "server", "url": URL, "sync_steps": 2}, "sync_steps"),
         ({"backend": "vllm", "url": URL, "sync": "nccl", "folder": "w"}, "folder"),
         ({"backend": "vllm", "url": URL, "sync_steps": 0}, "sync_steps"),

@@ -162,7 +162,7 @@ class Watch:
 
 def adapted(lm: DiffusionLM, seed: int = 0, **settings) -> DiffusionLM:
     """A copy of a Phi with LoRA adapters whose weights are not zero."""
-    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **settings})
+    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings})
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         trained = with_adapters(lm.frozen_copy(), config)

@@ -149,6 +149,26 @@ def test_absent_folders_and_whole_models_are_refused(lm: DiffusionLM, tmp_path: 
         load_adapters(load(tmp_path / "model", dtype="float64"), tmp_path / "model")
 
 
+@pytest.mark.parametrize("layers", [["q_proj", "v_proj"], "all-linear"], ids=str)
+def test_weights_in_4_bits_are_shared_too(layers: list[str] | str, tmp_path: Path) -> None:
+    tiny(attention="bidirectional").save(tmp_path / "model")
+    lm = load(tmp_path / "model", quantization="4bit")
+    before = logits(lm)
+    folders = [store(adapted(lm, seed, target_modules=layers), tmp_path / str(seed)) for seed in range(2)]
+    first, second = (load_adapters(lm, folder) for folder in folders)
+    alone = load_adapters(load(tmp_path / "model", quantization="4bit"), folders[0])
+    assert torch.equal(logits(first), logits(alone)) and torch.equal(logits(lm), before)
+    assert not torch.allclose(logits(first), logits(second))
+    own = {weight.data_ptr() for weight in lm.model.parameters()}
+    assert own == {weight.data_ptr() for name, weight in second.model.named_parameters() if "lora_" not in name}
+
+
+def test_weights_in_8_bits_are_not_shared(lm: DiffusionLM, tmp_path: Path) -> None:
+    lm.model.is_loaded_in_8bit = True
+    with pytest.raises(ModelError, match=r"quantization: several models cannot share weights in 8 bits\. Load it with quantization 4bit"):
+        load_adapters(lm, store(adapted(lm), tmp_path))
+
+
 def test_adapters_get_other_weights_in_the_same_memory(lm: DiffusionLM, tmp_path: Path) -> None:
     first, second = (load_adapters(lm, store(adapted(lm, seed), tmp_path / str(seed))) for seed in (0, 1))
     other, before, digest = store(adapted(lm, 2), tmp_path / "2"), logits(second), fingerprint(lm.model)

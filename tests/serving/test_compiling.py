@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from tests.generation.tiny_models import tiny
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError
-from unmask.generation.constraints import bounded_process, byte_automaton
+from unmask.generation.constraints import bounded_process, byte_automaton, compiled
 from unmask.generation.constraints.bounded_process import bounded, run_bounded
 from unmask.generation.constraints.compiled import regex_of
 from unmask.serving.app import AppSettings, make_app
@@ -49,7 +50,8 @@ async def asking(limits: Limits | None = None) -> AsyncIterator[Asking]:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set, no automaton gets ready."""
+    """Until it is set, no automaton gets ready, and those that other tests made are not there."""
+    monkeypatch.setattr(compiled, "_cache", OrderedDict())
     release, run = threading.Event(), byte_automaton.run_bounded
 
     def waiting(*args: Any, **options: Any) -> Any:

@@ -110,7 +110,7 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     trained = adapted(lm)
     with serving_rollouts(copied(lm, tmp_path / "model"), tmp_path) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(GenerationError, match=r"sync: weights of a PeftModel cannot be used without its base model\. Merge"):
+        with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
         generation = server.generate(PROMPTS, CONFIG, KEYS)

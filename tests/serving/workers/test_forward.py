@@ -153,7 +153,7 @@ def test_a_request_goes_to_the_worker_that_has_fewest(stalled: threading.Semapho
         assert [worker.in_flight for worker in local.pool.workers] == [2, 2, 2]
         stalled.release(1000)
         assert {answer.result().status_code for answer in answers} == {200}
-        assert local.pool.in_flight == 0
+        until(lambda: local.pool.in_flight == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
