@@ -16,7 +16,7 @@ PATIENCE_MS = 120_000  # no test demands seconds
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, Playwright's event loop runs in this thread, where other tests have theirs
 def chromium() -> Iterator[Browser]:
     if not (PLAYGROUND / "index.html").exists():
         pytest.skip("the playground is not built: make playground")
@@ -30,7 +30,7 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def address(chromium: Browser) -> Iterator[str]:
     with served(reciting()) as address:
         yield address
