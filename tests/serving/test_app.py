@@ -112,6 +112,7 @@ def test_the_playground_is_served_where_it_is_built(tmp_path: Path, monkeypatch:
     with served(tiny()) as url:
         assert "the playground" in http_get(url).text
         assert http_get(f"{url}/%2e%2e/secret").status_code == 404 and http_get(f"{url}/v1/models").status_code == 200
+        assert http_post(f"{url}/v1/models", json={}).status_code == 405 and http_post(f"{url}/v1/none", json={}).status_code == 404
 
 
 def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

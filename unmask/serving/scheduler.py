@@ -53,8 +53,8 @@ MOST_WAITING = 64  # of each of these and each owner
 
 
 class Scheduler:
-    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. `ModelService` is the service of one
-    of its models.
+    """Generates for many at once, with one or several models. `start` it, and `stop` it at the end. A `ModelService` is one of
+    its models.
 
     A sequence that fails ends with its own error, or with a `ServiceError`; the others go on, with a new engine.
 
@@ -142,7 +142,7 @@ class Scheduler:
         version: str | None = None,
         weights: int | None = None,
     ) -> Events:
-        """As of `Service`, for the model of this name. Refusals are raised here, before the first event, and later ones by the iterator."""
+        """As of `ModelService`, for the model of this name."""
         self.models[model].check_version(version)
         if self.deterministic:
             work = [replace(each, config=each.config.model_copy(update={"deterministic": True})) for each in work]
@@ -162,18 +162,18 @@ class Scheduler:
         return Events(submission)
 
     def check_room(self, count: int, owner: str) -> None:
-        """As of `Service`."""
+        """As of `ModelService`."""
         with self._changed:
             self._check_stopping()
             self._gives_way(count, owner)
 
     async def aside(self, function: Callable[[], Result], *, owner: str) -> Result:
-        """As of `Service`."""
+        """As of `ModelService`."""
         self._check_stopping()
         return await self._aside.run(function, owner)
 
     async def search(self, model: str, function: Callable[[BetweenSteps], Result], *, owner: str) -> Result:
-        """As of `Service`, for the model of this name."""
+        """As of `ModelService`, for the model of this name."""
         self._check_stopping()
         loop, left = asyncio.get_running_loop(), threading.Event()
 

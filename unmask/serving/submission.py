@@ -149,7 +149,8 @@ class Entry:
 
 
 class Events(AsyncIterator[Event]):
-    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more, its sequences are dropped."""
+    """The events of a submission, for whoever submitted it. When it is closed, or nobody holds it any more, its sequences are dropped;
+    cancelling the task that waits for one closes it. A sequence that is dropped frees its slot within one step."""
 
     def __init__(self, submission: Submission):
         self._submission = submission
@@ -166,15 +167,15 @@ class Events(AsyncIterator[Event]):
         return event
 
     async def ready(self) -> None:
-        """As of `service.Events`."""
+        """Wait for the next event, or the end. Raises the error with which it ended."""
         await self._submission.ready()
 
     def drop(self, index: int) -> None:
-        """As of `service.Events`."""
+        """Drop a sequence. No event of it follows."""
         self._submission.drop(index)
 
     async def aclose(self) -> None:
-        """As of `service.Events`."""
+        """Drop all sequences."""
         self._submission.close()
 
     def __del__(self) -> None:

@@ -56,8 +56,9 @@ def serving(answer: Answer) -> Iterator[str]:
             self.reply(*answer(self.path, body))
 
         def reply(self, status: int, content: Any) -> None:
-            data = json.dumps(content).encode()
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
+            self.send_header("Content-Type", "text/event-stream" if data.startswith(b"data: ") else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)

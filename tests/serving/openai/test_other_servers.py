@@ -4,15 +4,13 @@ protocols. (A real vLLM is in tests/generation/remote.)"""
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from typing import Any
 
 import openai
 import pytest
 
+from tests.generation.remote.stub_servers import serving
 from tests.generation.tiny_models import tiny
 from tests.serving.models import make_model
 from tests.serving.servers import served
@@ -73,33 +71,15 @@ def chunks(name: str) -> list[dict[str, Any]]:
     return [{**head, "choices": [delta]} for delta in deltas] + [{**head, "choices": [], "usage": of["usage"]}]
 
 
-@contextmanager
-def replaying(name: str, bodies: list[dict[str, Any]]) -> Iterator[str]:
+def replaying(name: str, bodies: list[dict[str, Any]]) -> AbstractContextManager[str]:
     """The address of a server that answers as this one, and adds what it is asked."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            bodies.append(body)
-            events = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks(name)) + "data: [DONE]\n\n"
-            data = (events if body.get("stream") else json.dumps(whole(name))).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream; charset=utf-8" if body.get("stream") else "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+    def answer(_: str, body: dict[str, Any]) -> tuple[int, Any]:
+        bodies.append(body)
+        events = "".join(f"data: {json.dumps(each)}\n\n" for each in chunks(name)) + "data: [DONE]\n\n"
+        return 200, events.encode() if body.get("stream") else whole(name)
 
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=[0.01])
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    return serving(answer)
 
 
 def ask(url: str, model: str) -> dict[str, Any]:

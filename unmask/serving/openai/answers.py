@@ -15,12 +15,14 @@ from typing import Any
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
 from unmask.serving.errors import error_of
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import SamplingRequest
 from unmask.serving.openai.writers import Fields, TextWriter, choice_facts, token_text
-from unmask.serving.service import Event, Events, Service
+from unmask.serving.service import Event
+from unmask.serving.submission import Events
 
 DONE = "data: [DONE]\n\n"
 
@@ -52,7 +54,7 @@ class Reply:
         make_writer: makes the writer of a choice.
     """
 
-    def __init__(self, service: Service, body: SamplingRequest, plan: Plan, kind: Kind, make_writer: Callable[[Progress], TextWriter]):
+    def __init__(self, service: ModelService, body: SamplingRequest, plan: Plan, kind: Kind, make_writer: Callable[[Progress], TextWriter]):
         self.body, self.plan, self.kind = body, plan, kind
         self.progresses = [Progress(service.lm, *one, plan.stops) for one in zip(plan.work, plan.regions, strict=True)]
         self.writers = [make_writer(progress) for progress in self.progresses]

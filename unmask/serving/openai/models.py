@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import NotFoundError
 from unmask.serving.limits import Limits
-from unmask.serving.service import Service
+from unmask.serving.model_service import ModelService
 
 Model = TypeVar("Model")
 
@@ -57,7 +57,7 @@ class ModelList(TypedDict):
     data: list[ModelCard]
 
 
-def model_card(service: Service, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
+def model_card(service: ModelService, limits: Limits, created: int, facts: dict[str, Any]) -> ModelCard:
     """The model of a service; `created`: when it was loaded, in seconds since 1970."""
     card: dict[str, Any] = {"id": service.name, "object": "model", "created": created, "owned_by": "unmask"}
     card |= {"parent": service.parent, "version": service.version}

@@ -18,11 +18,12 @@ from unmask.generation.gap_lengths import FoundText, find_lengths
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai.editor_requests import NO_SUFFIX, EditRequest, FimRequest
 from unmask.serving.openai.progress import Region
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.settings import check_limit, sampler_config
-from unmask.serving.service import BetweenSteps, Result, Service, Work
+from unmask.serving.service import BetweenSteps, Result, Work
 
 MOST_SEARCHED = 512
 """Tokens of all gaps of a request whose lengths are searched: others wait meanwhile."""
@@ -36,7 +37,7 @@ class Context:
         owner: who takes turns with others.
     """
 
-    service: Service
+    service: ModelService
     limits: Limits
     owner: str
 
@@ -67,7 +68,7 @@ class Plan:
         regions: of each sequence, what is answered.
         stops: strings before which answers are cut.
         prompt_tokens: of all prompts, each counted once; of a text with gaps, what is not missing.
-        weights: with which lengths were searched, which have to fill them, as of `Service.submit`; None: any.
+        weights: with which lengths were searched, which have to fill them, as of `ModelService.submit`; None: any.
     """
 
     work: list[Work]

@@ -15,6 +15,7 @@ from fastapi.responses import Response
 from unmask.generation.remote.protocol import model_facts
 from unmask.serving.errors import OpenAIRoute, documented
 from unmask.serving.limits import Limits
+from unmask.serving.model_service import ModelService
 from unmask.serving.openai.answers import CHAT, EDIT, INFILL, TEXT, Reply
 from unmask.serving.openai.chat import call_reader, plan_chat, plan_edit
 from unmask.serving.openai.disconnect import HEARTBEAT, DisconnectedError, EventStream, while_connected
@@ -25,7 +26,8 @@ from unmask.serving.openai.objects import ChatCompletion, EditCompletion, FimCom
 from unmask.serving.openai.plans import Context, plan_completion, plan_infill
 from unmask.serving.openai.requests import ChatRequest, CompletionRequest, InfillRequest, SamplingRequest
 from unmask.serving.openai.writers import ChatWriter, EditWriter, FimWriter, InfillWriter, TextWriter
-from unmask.serving.service import Events, ReplacedError, Service, time_limit_error
+from unmask.serving.service import ReplacedError, time_limit_error
+from unmask.serving.submission import Events
 
 CLIENT_GONE = 499
 """The status of an answer that nobody waits for."""
@@ -33,7 +35,7 @@ Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
 
 
-def make_router(services: Mapping[str, Service], limits: Limits) -> APIRouter:
+def make_router(services: Mapping[str, ModelService], limits: Limits) -> APIRouter:
     """The routes of models, by their names. The owner of a request, who takes turns with others, is `request.state.owner` where a
     middleware sets it, else the client's address."""
     router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
@@ -43,7 +45,7 @@ def make_router(services: Mapping[str, Service], limits: Limits) -> APIRouter:
     return router
 
 
-def _add_models(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
+def _add_models(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
     created, facts = int(time.time()), {name: model_facts(service.lm) for name, service in services.items()}  # which hash the vocabulary
 
     @router.get("/models", responses=documented())
@@ -57,7 +59,7 @@ def _add_models(router: APIRouter, services: Mapping[str, Service], limits: Limi
         return model_card(find_model(services, model), limits, created, facts[model])
 
 
-def _add_chat(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
+def _add_chat(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
     @router.post("/chat/completions", responses=_answers(ChatCompletion), response_model=None)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer messages, by text or calls of tools."""
@@ -69,7 +71,7 @@ def _add_chat(router: APIRouter, services: Mapping[str, Service], limits: Limits
         return await _answer(services, limits, body, request, _edit)
 
 
-def _add_texts(router: APIRouter, services: Mapping[str, Service], limits: Limits) -> None:
+def _add_texts(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
     @router.post("/completions", responses=_answers(TextCompletion), response_model=None)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Complete prompts, or with a suffix write what stands between."""
@@ -109,7 +111,9 @@ async def _infill(context: Context, body: InfillRequest) -> Reply:
     return Reply(context.service, body, await plan_infill(context, body), INFILL, InfillWriter)
 
 
-async def _answer(services: Mapping[str, Service], limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]) -> Response:
+async def _answer(
+    services: Mapping[str, ModelService], limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]
+) -> Response:
     """The answer to a request, whole or as a stream; the work ends if the client disconnects."""
     service = find_model(services, body.model)
     service.check_version(body.diffusion.version)
