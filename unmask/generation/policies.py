@@ -119,7 +119,7 @@ def _decide(
         case policy if config.filtered_confidence:
             priority_N = _filtered_confidence(weight_NV, token_N, policy)
         case "confidence":
-            priority_N = log_prob_N if given is None else log_prob_N + given.log_ratio_N.to(log_prob_N)
+            priority_N = log_prob_N if given is None else _log_prob_given(log_prob_N, given)
         case "margin":
             assert margin_N is not None
             priority_N = margin_N
@@ -178,6 +178,11 @@ def _certainty(
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
     return entropy_N, margin_N
+
+
+def _log_prob_given(log_prob_N: Tensor, given: Given) -> Tensor:
+    """Given the condition, in float32 and near 0 in steps of 2**-24: positions that have one token left are certain, and equally so."""
+    return (log_prob_N + given.log_ratio_N.to(log_prob_N) - 1).float() + 1
 
 
 def _draw_tokens(

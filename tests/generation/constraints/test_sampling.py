@@ -232,6 +232,22 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
     assert min(step for trace in traced.trace for step in trace.steps) >= 0
 
 
+@pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+def test_positions_that_have_one_token_left_are_equally_certain(policy, temperature, generate):
+    """Rounding differs by machine, and must not say which of them is revealed first."""
+    config = SamplerConfig(max_new_tokens=12, constraint={"regex": "(abcdef){2}"}, policy=policy, temperature=temperature, seed=3)
+    generation = generate(tiny("phi", "bidirectional"), [[token] for token in range(4, 10)], config)
+    assert generation.steps == [[*range(12)]] * 6
+
+
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+def test_what_is_certain_reaches_a_threshold_of_1(generate):
+    config = SamplerConfig(max_new_tokens=12, constraint={"regex": "(abcdef){2}"}, threshold=1.0)
+    assert generate(tiny("phi", "bidirectional"), [[token] for token in range(4, 10)], config).forward_passes == [1] * 6
+
+
 def test_sequences_of_different_constraints_share_a_batch():
     lm = tiny("phi", "bidirectional", eos_bias=1.0)
     alone = {}
