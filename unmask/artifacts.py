@@ -154,6 +154,11 @@ def started_by(environ: Mapping[str, str] = os.environ) -> list[str]:
     return [*(f"{name}={environ[name]}" for name in sorted(environ) if VARIABLE.fullmatch(name)), *sys.orig_argv]
 
 
+def num_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command, git commit, config.
 
@@ -164,7 +169,6 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     Returns:
         A dictionary of JSON types only.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -172,7 +176,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": cores,
+        "cores": num_cores(),
         "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
         "config": masked(plain(config)),
         **masked(plain(extra)),

@@ -125,8 +125,26 @@ def test_a_failing_engine_is_a_500_without_its_cause_and_health_says_so(monkeypa
             failed = [complete(url) for _ in range(3)]
             health = http_get(f"{url}/health")
         assert {answer.status_code for answer in failed} == {500} and "secret" not in failed[0].text
-        assert (health.status_code, health.json()) == (503, {"status": "failing"})
-        assert complete(url).status_code == 200 and http_get(f"{url}/health").status_code == 200
+        assert (health.status_code, health.json()) == (503, {"status": "failing", "failing": ["tiny"]})
+        assert complete(url).status_code == 200 and http_get(f"{url}/health").json() == {"status": "ok"}
+
+
+def test_a_failing_adapter_leaves_the_server_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, other = tiny(), tiny(layers=1)
+    step = Engine.step
+
+    def fail(self: Engine) -> Any:
+        if self.lm is other:
+            raise RuntimeError("broken")
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", fail)
+    with served(lm, more={"other": other}) as url:
+        body = {"model": "other", "prompt": "abc", "max_tokens": 4}
+        assert {http_post(f"{url}/v1/completions", json=body).status_code for _ in range(3)} == {500}
+        health = http_get(f"{url}/health")
+        assert (health.status_code, health.json()) == (200, {"status": "degraded", "failing": ["other"]})
+        assert complete(url).status_code == 200
 
 
 def test_a_limit_below_the_default_length_is_the_default() -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NotRequired
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
@@ -69,9 +69,10 @@ class AppSettings:
 
 
 class Health(TypedDict):
-    """The state of the engines."""
+    """The state of the engines. `degraded`: some models fail, which `failing` names."""
 
-    status: Literal["ok", "failing"]
+    status: Literal["ok", "degraded", "failing"]
+    failing: NotRequired[list[str]]
 
 
 def is_origin(text: str) -> bool:
@@ -122,12 +123,15 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> AS
 
 
 def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
-    failing = {"model": Health, "description": "A model fails, or the engines have ended"}
+    none_works = {"model": Health, "description": "No model works"}
 
-    @app.get(HEALTH, response_model=Health, responses={**documented(), 503: failing})
+    @app.get(HEALTH, response_model=Health, responses={**documented(), 503: none_works})
     async def health() -> Response:
         """Whether the engines work."""
-        return JSONResponse({"status": "ok"}) if scheduler.healthy else JSONResponse({"status": "failing"}, 503)
+        if not (failing := scheduler.failing):
+            return JSONResponse({"status": "ok"})
+        works = len(failing) < len(scheduler.models)
+        return JSONResponse({"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503)
 
     @app.get(METRICS, response_class=PlainTextResponse, responses=documented())
     async def metrics() -> Response:

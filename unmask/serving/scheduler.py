@@ -105,9 +105,15 @@ class Scheduler:
         self.metrics.running.set_function(lambda: self._num_running)
 
     @property
+    def failing(self) -> list[str]:
+        """The models that do not work: all once the engines' thread has ended."""
+        alive = self._thread.is_alive()
+        return [name for name, model in self.models.items() if not alive or model.failures >= MOST_FAILURES]
+
+    @property
     def healthy(self) -> bool:
-        """Whether all engines work."""
-        return self._thread.is_alive() and all(model.failures < MOST_FAILURES for model in self.models.values())
+        """Whether any model works."""
+        return len(self.failing) < len(self.models)
 
     @property
     def _num_running(self) -> int:

@@ -56,6 +56,8 @@ def test_without_gpus_they_are_on_the_cpu() -> None:
         (None, "cuda:4", None, "--devices: 'cuda:4': this machine shows 4 GPUs"),
         (None, "gpu1", None, "--devices: 'gpu1' is no device"),
         (None, "cpu,,cpu", None, "--devices: '' is no device"),
+        (None, "meta", None, "--devices: 'meta': torch does not compute on it here"),
+        (None, "hpu", None, "--devices: 'hpu': torch does not compute on it here"),
         (1, "cuda:0,cuda:1", None, "--devices: 2 devices for 1 workers"),
         (None, "cuda:0", "cuda:1", "--devices: is given together with --device"),
     ],
@@ -72,7 +74,7 @@ def test_a_worker_sees_no_gpu_but_its_own() -> None:
 
 
 def test_workers_on_the_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 9)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(9))
     assert environments(["cpu", "cpu"], {}) == [("cpu", {"OMP_NUM_THREADS": "4"})] * 2
     assert environments(["cpu"] * 20, {})[0] == ("cpu", {"OMP_NUM_THREADS": "1"})
     assert environments(["cpu", "cpu"], {"OMP_NUM_THREADS": "3"}) == [("cpu", {})] * 2

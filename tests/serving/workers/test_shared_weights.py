@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from unmask.serving.app import AppSettings
 from unmask.serving.model_engine import ModelEngine
 from unmask.serving.weights import Folder
 from unmask.serving.workers import worker as worker_module
+from unmask.serving.workers.pool import Pool, Worker
+from unmask.serving.workers.weights import SharedWeights
 
 PATTERN: dict[str, Any] = {"attention": "block_causal", "block_size": 3}
 
@@ -99,7 +101,7 @@ def test_if_one_refuses_none_takes_them(lms: list[DiffusionLM], new: DiffusionLM
         assert refused.status_code == 400 and "block_size is 3 and not 4" in refused.json()["error"]["message"]
         assert refused.json()["error"]["param"] == "path" and str(tmp_path) not in refused.text
         assert [fingerprint(lm.model) for lm in (lms[0], other)] == before and versions(local) == [None, None]
-        held = asyncio.run(local.pool.workers[0].ask("POST", "/weights"))
+        held = asyncio.run(local.pool.workers[0].ask("POST", "/weights", params={"model": "tiny"}))
         assert held is not None and held.status_code == 400  # it has forgotten what it had read
         assert local.pool.live == list(local.pool.workers) and complete(local).status_code == 200
 
@@ -159,40 +161,106 @@ def test_one_that_ends_as_soon_as_it_has_them_gets_no_requests(local: LocalPool,
     assert [complete(local, version="2").status_code for _ in range(4)] == [200] * 4
 
 
-def test_one_that_starts_while_weights_are_replaced_is_asked_by_nobody_before_it_has_caught_up(
-    local: LocalPool, new: DiffusionLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class Asked:
+    """Stands for the processes of a worker: what they were asked, and which of it has to wait."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch):
+        self.worker, self.calls, self.waits = worker, list[str](), dict[str, asyncio.Event]()
+        self.ended = list[int]()
+        monkeypatch.setattr(worker, "ask", self.ask)
+        worker.end = lambda: self.ended.append(worker.starts)
+        self.start()
+        worker.live = True
+
+    def start(self) -> None:
+        self.worker.join("a-socket")
+
+    async def ask(self, method: str, path: str, **content: Any) -> httpx.Response | None:
+        process = self.worker.starts
+        call = f"{method} {content['json' if method == 'PUT' else 'params']['model']}"
+        self.calls.append(f"{process} {call}")
+        if call in self.waits and process == 1:
+            await self.waits[call].wait()
+        return httpx.Response(204) if process == self.worker.starts else None
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> tuple[SharedWeights, Asked, Asked]:
+    """Two workers that stand for processes."""
+    pool = Pool(2)
+    return SharedWeights(pool.workers), Asked(pool.workers[0], monkeypatch), Asked(pool.workers[1], monkeypatch)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_other_models_and_workers_that_start_do_not_wait_until_weights_are_taken(
+    two: tuple[SharedWeights, Asked, Asked], new: DiffusionLM, tmp_path: Path
 ) -> None:
-    """It would be live with the latest weights of one model, and the first ones of the others."""
-    first, second = local.pool.workers
-    folder, asked = Folder.find("new", (tmp_path / "weights",)), list[str]()
+    (weights, first, second), folder = two, Folder.find("new", (tmp_path / "weights",))
 
     async def run() -> None:
-        await second.leave()
-        ask, reading, go_on = first.ask, asyncio.Event(), asyncio.Event()
-
-        async def slow(method: str, path: str, **content: Any) -> httpx.Response | None:
-            reading.set()
-            await go_on.wait()
-            return await ask(method, path, **content)
-
-        async def noted(method: str, path: str, **content: Any) -> httpx.Response | None:
-            asked.append(f"{method} {content['json']['version']}" if "json" in content else method)
-            return await type(second).ask(second, method, path, **content)
-
-        monkeypatch.setattr(first, "ask", slow)
-        monkeypatch.setattr(second, "ask", noted)
-        replacing = [asyncio.create_task(local.weights.replace("tiny", folder, "2"))]
-        await reading.wait()
-        replacing.append(asyncio.create_task(local.weights.replace("tiny", folder, "3")))
-        await asyncio.sleep(0)  # it waits for the first one
-        second.join(local.workers[1].path)
-        catching_up = asyncio.create_task(local.weights.catch_up(second))
-        await asyncio.sleep(0)
-        go_on.set()
-        await asyncio.gather(*replacing, catching_up)
+        first.waits["POST tiny"] = asyncio.Event()  # what it has begun takes long
+        waiting = asyncio.create_task(weights.replace("tiny", folder, "2"))
+        await until(lambda: "1 POST tiny" in first.calls)
+        assert await weights.replace("other", folder, "3") == {"version": "3", "workers": 2}
+        again = asyncio.create_task(weights.replace("tiny", folder, "4"))
+        await second.worker.leave()
+        second.start()
+        await weights.catch_up(second.worker)
+        assert second.worker.live and second.calls[-4:] == ["2 PUT tiny", "2 POST tiny", "2 PUT other", "2 POST other"]
+        assert not waiting.done() and not again.done()
+        first.waits.pop("POST tiny").set()
+        assert await waiting == {"version": "2", "workers": 2} and await again == {"version": "4", "workers": 2}
+        assert [call for call in first.calls if "tiny" in call] == ["1 PUT tiny", "1 POST tiny"] * 2
 
     asyncio.run(run())
-    assert asked == ["PUT 3", "POST"] and second.live and versions(local) == ["3", "3"]
+
+
+def test_one_that_starts_while_weights_are_read_is_asked_by_nobody_before_it_has_caught_up(
+    two: tuple[SharedWeights, Asked, Asked], new: DiffusionLM, tmp_path: Path
+) -> None:
+    """It would be live with the latest weights of one model, and the first ones of the others."""
+    (weights, first, second), folder = two, Folder.find("new", (tmp_path / "weights",))
+
+    async def run() -> None:
+        first.waits["PUT tiny"] = asyncio.Event()
+        await second.worker.leave()
+        replacing = [asyncio.create_task(weights.replace("tiny", folder, "2"))]
+        await until(lambda: first.calls)
+        replacing.append(asyncio.create_task(weights.replace("other", folder, "3")))
+        await asyncio.sleep(0)  # it waits for the first one
+        second.start()
+        catching_up = asyncio.create_task(weights.catch_up(second.worker))
+        await asyncio.sleep(0)
+        first.waits["PUT tiny"].set()
+        assert await asyncio.gather(*replacing) == [{"version": "2", "workers": 1}, {"version": "3", "workers": 1}]
+        await catching_up
+        assert second.worker.live and second.calls == ["2 PUT tiny", "2 POST tiny", "2 PUT other", "2 POST other"]
+
+    asyncio.run(run())
+
+
+def test_a_process_that_took_the_place_of_one_that_was_lost_is_not_ended_for_it(
+    two: tuple[SharedWeights, Asked, Asked], new: DiffusionLM, tmp_path: Path
+) -> None:
+    (weights, first, second), folder = two, Folder.find("new", (tmp_path / "weights",))
+
+    async def run() -> None:
+        second.waits["POST tiny"] = asyncio.Event()
+        replacing = asyncio.create_task(weights.replace("tiny", folder, "2"))
+        await until(lambda: "1 POST tiny" in second.calls)
+        await second.worker.leave()
+        second.start()
+        await weights.catch_up(second.worker)
+        second.waits["POST tiny"].set()
+        assert await replacing == {"version": "2", "workers": 1}
+        assert second.worker.live and not second.ended and not first.ended
+
+    asyncio.run(run())
 
 
 def test_one_that_cannot_have_them_any_more_waits_for_the_next(

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from unmask.artifacts import num_cores
 from unmask.errors import ConfigError, first_line
 from unmask.models.device_map import resolve_device
 
@@ -59,13 +60,23 @@ def _check(name: str, where: str) -> None:
     count = torch.cuda.device_count()
     if device.type == GPU and (device.index or 0) >= count:
         raise ConfigError(f"{name!r}: this machine shows {count} GPUs", where=where, remedy="Name one that is there, or cpu")
+    if device.type not in (GPU, "cpu") and not _computes(device):
+        raise ConfigError(f"{name!r}: torch does not compute on it here", where=where, remedy="Give cuda:0 or cpu, say")
+
+
+def _computes(device: torch.device) -> bool:
+    """Whether a device of another kind is there, and gives results."""
+    try:
+        return torch.zeros(1, device=device).add(1).item() == 1
+    except (RuntimeError, AssertionError, ImportError):  # the last two of a torch that was built without it
+        return False
 
 
 def environments(devices: Sequence[str], outer: Mapping[str, str] = os.environ) -> list[tuple[str, dict[str, str]]]:
     """For each worker the device as its process names it, and what its environment has besides. A worker sees no GPU but its own, so that
     nothing of it gets onto another one; those on the CPU share the cores."""
     kinds = Counter(torch.device(name).type for name in devices)
-    threads = {} if THREADS in outer else {THREADS: str(max(1, (os.cpu_count() or 1) // max(kinds["cpu"], 1)))}
+    threads = {} if THREADS in outer else {THREADS: str(max(1, num_cores() // max(kinds["cpu"], 1)))}
     visible = [entry.strip() for entry in outer.get(VISIBLE, "").split(",") if entry.strip()]
     found = []
     for name in devices:

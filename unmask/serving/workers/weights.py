@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakValueDictionary
 
 from unmask.errors import ModelError
 from unmask.serving.service import ServiceError
@@ -48,7 +49,8 @@ class Given:
 
 
 class SharedWeights:
-    """Replaces weights of all workers: they read and check them first, and only if all of them can, all take them.
+    """Replaces weights of all workers: they read and check them first, and only if all of them can, all take them. Those of one model are
+    replaced one after the other; reading alone holds up other models, and workers that start.
 
     Attributes:
         latest: of each model whose first weights were replaced.
@@ -59,7 +61,8 @@ class SharedWeights:
         self.latest: dict[str, Given] = {}
         self._lacking: dict[Worker, set[str]] = {worker: set() for worker in workers}  # models of which a worker has other weights
         self._starting: set[Worker] = set()  # workers that have yet to catch up
-        self._changing = asyncio.Lock()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # of each model
+        self._reading = asyncio.Lock()  # guards `latest` besides
 
     async def replace(self, model: str, folder: Folder, version: str) -> Served:
         """`Replace` for all workers. One that ends after all have read them gets the new weights when it starts again.
@@ -69,24 +72,27 @@ class SharedWeights:
             LostWorkerError: one ended while it read them, with the same outcome.
             NoWorkerError: none is ready.
         """
-        async with self._changing:
-            workers = [worker for worker in self.workers if worker.client is not None and worker not in self._starting]
-            if not workers:
-                raise NoWorkerError("no worker is ready", remedy="Send it again")
-            with folder.reading():
-                new = Given(model, folder, version, await asyncio.to_thread(folder.files))
-            outcomes = await asyncio.gather(*(self._read(worker, new) for worker in workers), return_exceptions=True)
-            if error := next((outcome for outcome in outcomes if outcome is not None), None):
-                await asyncio.gather(*(worker.ask("DELETE", WEIGHTS) for worker in workers))
-                raise error
-            self.latest[model] = new
-            took = await asyncio.gather(*(self._take(worker, new) for worker in workers))
+        turn = self._turns.setdefault(model, asyncio.Lock())
+        async with turn:
+            async with self._reading:
+                ready = [worker for worker in self.workers if worker.client is not None and worker not in self._starting]
+                workers = {worker: worker.starts for worker in ready}
+                if not workers:
+                    raise NoWorkerError("no worker is ready", remedy="Send it again")
+                with folder.reading():
+                    new = Given(model, folder, version, await asyncio.to_thread(folder.files))
+                outcomes = await asyncio.gather(*(self._read(worker, new) for worker in workers), return_exceptions=True)
+                if error := next((outcome for outcome in outcomes if outcome is not None), None):
+                    await asyncio.gather(*(worker.ask("DELETE", WEIGHTS, params={"model": model}) for worker in workers))
+                    raise error
+                self.latest[model] = new
+            took = await asyncio.gather(*(self._take(worker, new, process) for worker, process in workers.items()))
         return {"version": version, "workers": sum(took)}
 
     async def catch_up(self, worker: Worker) -> None:
         """Make a worker that was started live, with the latest weights. One that cannot have them any more waits for the next ones."""
         self._starting.add(worker)
-        async with self._changing:
+        async with self._reading:
             self._starting.discard(worker)
             self._lacking[worker] = set(self.latest)
             for latest in self.latest.values():
@@ -97,7 +103,7 @@ class SharedWeights:
                 except ServiceError as error:
                     logger.error("worker %d cannot have the weights %r, and waits for the next: %s", worker.number, latest.version, error)
                 else:
-                    await self._take(worker, latest)
+                    await self._take(worker, latest, worker.starts)
             self._admit(worker)
 
     def _admit(self, worker: Worker) -> None:
@@ -114,9 +120,12 @@ class SharedWeights:
         if not answer.is_success:
             raise RefusedError(**answer.json(), status=answer.status_code)
 
-    async def _take(self, worker: Worker, new: Given) -> bool:
-        """Have a worker take what it has read, once the requests that it has begun are finished. Whether it did: if not, it ends."""
-        answer = await worker.ask("POST", WEIGHTS, timeout=None)
+    async def _take(self, worker: Worker, new: Given, process: int) -> bool:
+        """Have a process of a worker take what it has read, once the requests that it has begun are finished. Whether it did: if not, it
+        ends."""
+        answer = await worker.ask("POST", WEIGHTS, params={"model": new.model}, timeout=None) if worker.starts == process else None
+        if worker.starts != process:  # the one that was started since catches up
+            return False
         took = answer is not None and answer.is_success
         if took:
             self._lacking[worker].discard(new.model)

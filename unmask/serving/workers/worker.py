@@ -90,30 +90,29 @@ def make_internal(scheduler: Scheduler) -> FastAPI:
 
 
 class Prepared:
-    """Weights that a worker has read, until the server says that it may take them."""
+    """Weights that a worker has read, by model, until the server says that it may take them."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
-        self._read: tuple[ModelEngine, Mapping[str, torch.Tensor], str] | None = None
+        self._read: dict[str, tuple[ModelEngine, Mapping[str, torch.Tensor], str]] = {}
 
     async def read(self, body: ToRead) -> None:
         """Read and check the weights of a folder, between two steps."""
         model, folder = replaceable(self.scheduler, body.model), Folder(body.path, body.given, body.roots)
         with folder.reading():
             weights = await self.scheduler.between_steps(partial(read_weights, model, folder))
-        self._read = model, weights, body.version
+        self._read[body.model] = model, weights, body.version
 
-    async def take(self) -> None:
-        """Serve them, once what has begun is finished."""
-        if self._read is None:
+    async def take(self, model: str) -> None:
+        """Serve those of this model, once what has begun is finished."""
+        if model not in self._read:
             raise ConfigError("no weights were read")
-        model, weights, version = self._read
-        await self.forget()
-        await self.scheduler.replace_weights(model.name, partial(put_weights, model, weights), version)
+        engine, weights, version = self._read.pop(model)
+        await self.scheduler.replace_weights(model, partial(put_weights, engine, weights), version)
 
-    async def forget(self) -> None:
+    async def forget(self, model: str) -> None:
         """Drop them."""
-        self._read = None
+        self._read.pop(model, None)
 
 
 async def _refused(_: Request, error: Exception) -> Response:
