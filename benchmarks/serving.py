@@ -2,9 +2,11 @@
 
     python -m benchmarks.serving [MODEL] --clients 32 --length 64 --batch 32
 
-MODEL: a block-causal or other model; unset: a random block-causal Llama of --hidden and --layers. The server is a process of its own. Its
-share of the time is what 8 requests at once, and all requests by 16 clients to 8 slots, take over HTTP beyond `unmask.generate` on the
-same prompts, 8 at a time. The former includes that requests which come one after the other do not begin in the same step.
+MODEL: a block-causal or other model; unset: a random block-causal Llama of --hidden and --layers. The server is a process of its own.
+What HTTP and scheduling cost is measured with 8 requests at once, and with 16 clients of 8 slots, which are then always full: the time
+from the first request to the last answer beyond that of the engine's steps; the same beyond the processor time of the engine's thread, in
+which it does not wait for other threads (on a CPU, with one thread); and beyond `unmask.generate` on the same prompts, 8 at a time, which
+all begin in the same step, as requests that come one after the other do not.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx2 as httpx
+import psutil
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -47,14 +50,14 @@ def random_model(hidden: int, layers: int, context: int) -> unmask.DiffusionLM:
 
 
 @contextmanager
-def serving(model: str, batch: int, threads: int) -> Iterator[str]:
-    """The address of a server in a process of its own."""
+def serving(model: str, batch: int, threads: int) -> Iterator[tuple[str, psutil.Process]]:
+    """The address of a server in a process of its own, and the process."""
     words = [sys.executable, "-m", "unmask", "serve", model, "--name", "model", "--port", "0", "--batch-size", str(batch)]
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
-        yield next(line for line in process.stdout if "is served as" in line).split()[-1]
+        yield next(line for line in process.stdout if "is served as" in line).split()[-1], psutil.Process(process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
@@ -107,20 +110,19 @@ class Load:
 def measure(lm: unmask.DiffusionLM, model: str, options: argparse.Namespace) -> list[tuple[str, str, str]]:
     """The rows of the table."""
     prompts = ["".join(ALPHABET[(i * 7 + j * j) % 26] for j in range(4 + i % 12)) for i in range(options.clients * options.rounds)]
-    bursts = {8: prompts[:8], 16: prompts}
     config = unmask.SamplerConfig(max_new_tokens=options.length, batch_size=8)
     solo = [unmask.generate(lm, [prompt], config).texts[0] for prompt in prompts]
-    with serving(model, options.batch, options.threads) as url:
+    with serving(model, options.batch, options.threads) as (url, _):
         load = Load(url, options.length)
         load.run(prompts[:4], 1)  # warm
         one_texts, one = load.run(prompts, 1)
         many_texts, many = load.run(prompts, options.clients)
         stream_texts, _ = load.run(prompts, options.clients, stream=True)
-    with serving(model, 8, options.threads) as url:
+    with serving(model, 8, options.threads) as (url, server):
         eight = Load(url, options.length)
         eight.run(prompts[:8], 8)
         unmask.generate(lm, prompts[:8], config)
-        shares = {clients: [_share(eight, some, clients, lm, config) for _ in range(options.rounds)] for clients, some in bursts.items()}
+        costs = [[_cost(eight, server, *burst, lm, config) for _ in range(options.rounds)] for burst in ((prompts[:8], 8), (prompts, 16))]
     equal = sum(texts == [solo[i]] * 3 for i, texts in enumerate(map(list, zip(one_texts, many_texts, stream_texts, strict=True))))
     first = statistics.quantiles(load.first_frames, n=100)
     return [
@@ -130,18 +132,42 @@ def measure(lm: unmask.DiffusionLM, model: str, options: argparse.Namespace) -> 
             BAR["throughput"],
         ),
         ("answers equal to the solo answer (one, at once, streamed)", f"{equal} of {len(prompts)}", BAR["equal"]),
-        ("HTTP and scheduling, of the engine's time: 8 requests at once", f"{statistics.median(shares[8]):.1%}", BAR["share"]),
-        ("the same with 8 slots that are always full", f"{statistics.median(shares[16]):.1%}", BAR["share"]),
+        ("HTTP and scheduling: 8 requests at once, and 8 slots always full", "", ""),
+        ("  beyond the engine's steps", _medians(costs, lambda cost: cost.steps), BAR["share"]),
+        ("  beyond the processor time of its thread", _medians(costs, lambda cost: cost.thread), BAR["share"]),
+        ("  beyond `unmask.generate`, where all begin at once", _medians(costs, lambda cost: cost.alone), ""),
         ("first frame under load, median and p99", f"{first[49] * 1e3:.0f} and {first[98] * 1e3:.0f} ms", BAR["first"]),
     ]
 
 
-def _share(load: Load, prompts: Sequence[str], clients: int, lm: unmask.DiffusionLM, config: unmask.SamplerConfig) -> float:
-    """What these take over HTTP beyond what they take in this process, as a fraction."""
-    _, seconds = load.run(prompts, clients)
+class Cost(NamedTuple):
+    """Fractions by which requests take longer than ..."""
+
+    steps: float  # the steps of the engine
+    thread: float  # the processor time of the engine's thread
+    alone: float  # the same prompts without a server
+
+
+def _medians(costs: Sequence[Sequence[Cost]], figure: Callable[[Cost], float]) -> str:
+    return " and ".join(f"{statistics.median(map(figure, rounds)):.1%}" for rounds in costs)
+
+
+def _cost(
+    load: Load, server: psutil.Process, prompts: Sequence[str], clients: int, lm: unmask.DiffusionLM, config: unmask.SamplerConfig
+) -> Cost:
+    def seconds() -> tuple[float, dict[int, float]]:
+        """In the engine's steps so far, and the processor time of each thread."""
+        figures = httpx.get(f"{load.url}/metrics", trust_env=False).text.splitlines()
+        steps = next(line for line in figures if line.startswith("unmask_engine_seconds_total"))
+        return float(steps.split()[-1]), {thread.id: thread.user_time + thread.system_time for thread in server.threads()}
+
+    steps_before, before = seconds()
+    _, wall = load.run(prompts, clients)
+    steps, after = seconds()
+    thread = max(after[number] - before[number] for number in before.keys() & after.keys())  # the engine's
     started = time.perf_counter()
     unmask.generate(lm, prompts, config)
-    return seconds / (time.perf_counter() - started) - 1
+    return Cost(wall / (steps - steps_before) - 1, wall / thread - 1, wall / (time.perf_counter() - started) - 1)
 
 
 def main() -> None:
