@@ -139,3 +139,9 @@ def read_all(connection: socket.socket) -> bytes:
     except ConnectionResetError:
         pass
     return b"".join(parts)
+
+
+class Stall(threading.Semaphore):
+    """What steps of engines wait for. `begun`: how many have."""
+
+    begun = 0

@@ -8,7 +8,6 @@ import os
 import random
 import socket
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import unmask
 from tests.helpers import resident_memory
 from tests.serving.models import make_model, model
-from tests.serving.servers import connect, http_post, posted, scheduler_of, serving
+from tests.serving.servers import Stall, connect, http_post, posted, scheduler_of, serving
 from unmask.config.run import SamplerConfig
 from unmask.serving.openai.answers import Reply
 from unmask.serving.openai.disconnect import EventStream
@@ -121,14 +120,14 @@ def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) 
 
 
 @pytest.mark.parametrize("what", ["a whole answer", "a stream", "frames"])
-def test_a_slot_is_free_after_the_step_in_which_its_client_leaves(what: str, stalled: threading.Semaphore) -> None:
+def test_a_slot_is_free_after_the_step_in_which_its_client_leaves(what: str, stalled: Stall) -> None:
     with serving(make_model(), batch_size=2) as (url, server), connect(url) as client:
         value: Any = scheduler_of(server).metrics.registry.get_sample_value
         client.sendall(REQUESTS[what])
-        assert soon(lambda: value("unmask_running_sequences") > 0)
+        assert soon(lambda: stalled.begun == 1)
         if what != "a whole answer":
             stalled.release()
-            assert client.recv(15) == b"HTTP/1.1 200 OK"
+            assert client.recv(15) == b"HTTP/1.1 200 OK" and soon(lambda: stalled.begun == 2)
         client.close()
         assert soon(lambda: not scheduler_of(server)._open)
         assert value("unmask_running_sequences") > 0

@@ -13,7 +13,6 @@ import pytest
 from tests.generation.tiny_models import tiny
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError
-from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 from unmask.serving import weights
 from unmask.serving.app import AppSettings, make_app
@@ -43,15 +42,6 @@ def test_no_error_of_loading_names_the_servers_folders(kind: type[Exception], mo
 
     answer = asyncio.run(run())
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "path" and str(tmp_path) not in answer.text
-
-
-@pytest.fixture
-def stalled(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Every step of an engine waits for a release."""
-    allowed, step = threading.Semaphore(0), Engine.step
-    monkeypatch.setattr(Engine, "step", lambda self: (allowed.acquire(timeout=30), step(self))[1])
-    yield allowed
-    allowed.release(1000)
 
 
 def test_weights_that_nobody_waits_for_hold_up_nobody(stalled: threading.Semaphore) -> None:
