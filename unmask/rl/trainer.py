@@ -262,6 +262,7 @@ class GRPOTrainer(DiffusionTrainer):
             yield
         except (RemoteError, TrainingError):
             self.collector.history.seen = seen  # the interrupted rollout is repeated
+            self.numbers.drop()
             self.means.load(sums)
             step = self.state.global_step
             exists = (self.args.output_folder / f"checkpoint-{step}").exists()

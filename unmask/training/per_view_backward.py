@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from unmask.diffusion.log_probs import passes, view_log_probs
+from unmask.diffusion.log_probs import ViewPasses, passes
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.step_timer import Phases
@@ -66,18 +66,17 @@ class PerViewBackward:
     def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0):
         self.trainer, self.separable, self.temperature = trainer, separable, temperature
 
+    def passes(self, lm: DiffusionLM, batch: Any) -> ViewPasses:
+        """The forward passes over a batch's views."""
+        return ViewPasses(lm, *self.trainer.tokens_of(batch), self.trainer.views_of(batch), temperature=self.temperature)
+
     def log_probs(self, lm: DiffusionLM, batch: Any, chunk: Chunk | None = None) -> Tensor:
         """Log-probabilities [B, M, T] of all views of a batch, pass by pass; or those of one chunk.
 
         With the same passes they are equal bit for bit with and without gradients.
         """
-        ids_BT, documents_BT = self.trainer.tokens_of(batch)
-        views = self.trainer.views_of(batch)
-        if chunk is not None:
-            rows, selected = chunk
-            chunk_documents_BT = None if documents_BT is None else documents_BT[rows]
-            return view_log_probs(lm, ids_BT[rows], chunk_documents_BT, views.select(rows, selected), temperature=self.temperature)
-        return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=self._rows_per_pass(batch))
+        passes = self.passes(lm, batch)
+        return passes.all_log_probs(self._rows_per_pass(batch)) if chunk is None else passes.log_probs(*chunk)
 
     def _rows_per_pass(self, batch: Any) -> int:
         """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch."""
@@ -86,7 +85,7 @@ class PerViewBackward:
     def chunks_with_targets(self, batch: Any) -> list[Chunk]:
         """The chunks of a batch, one per forward pass, without those that have no target."""
         chunks, views = self._all_chunks(batch), self.trainer.views_of(batch)
-        return [chunk for chunk in chunks if views.target_BMT[chunk].any()] or chunks[:1]
+        return [chunk for chunk in chunks if views.target_on_host[chunk].any()] or chunks[:1]
 
     def _all_chunks(self, batch: Any) -> list[Chunk]:
         views = self.trainer.views_of(batch)
@@ -111,18 +110,18 @@ class PerViewBackward:
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
         inputs = self.trainer._prepare_inputs(inputs)
-        lm = self.trainer.lm.bind(model)
+        view_passes = self.passes(self.trainer.lm.bind(model), inputs)
         assert items is not None
         num_chunks = len(chunks)
         chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)  # with zero loss: other ranks have more passes
         total = torch.zeros((), device=self.trainer.accelerator.device)
         if not self.separable:
-            total, grad_BMT = self._loss_gradient(lm, inputs, items)
+            total, grad_BMT = self._loss_gradient(view_passes, inputs, items)
         for index, chunk in enumerate(chunks):
             with self._accumulating(model, last=index == len(chunks) - 1):
                 with self.trainer.compute_loss_context_manager():
                     with self.trainer.phases("forward"):
-                        log_prob_BMT = self.log_probs(lm, inputs, chunk)
+                        log_prob_BMT = view_passes.log_probs(*chunk)
                     if not self.separable:
                         loss = (grad_BMT[chunk] * log_prob_BMT).sum()
                     else:
@@ -135,10 +134,10 @@ class PerViewBackward:
                 self.trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
         return total
 
-    def _loss_gradient(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
+    def _loss_gradient(self, view_passes: ViewPasses, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient with respect to the log-probabilities [B, M, T]."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.phases("forward"), self.trainer.lockstep():
-            log_prob_BMT = self.log_probs(lm, batch).detach().requires_grad_()
+            log_prob_BMT = view_passes.all_log_probs(self._rows_per_pass(batch)).requires_grad_()
         with torch.enable_grad():
             loss = self.trainer.per_item(self.trainer.loss_on(batch, log_prob_BMT), items)
         [grad_BMT] = torch.autograd.grad(loss, log_prob_BMT)

@@ -1,0 +1,49 @@
+"""The host reads few values of a training step from the device, and dispatches few operations: each read waits for all that came before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.dispatch_counts import Counts
+from tests.training.tiny_runs import settings
+from unmask.data.characters import character_tokenizer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.training.trainer import DiffusionTrainer
+
+STEPS = 4
+ALPHABET = "abcdefghij"
+
+
+def qwen() -> DiffusionLM:
+    """A bidirectional Qwen3 of four layers."""
+    tokenizer = character_tokenizer(ALPHABET)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), head_dim=16, eos_token_id=tokenizer.eos_token_id, **sizes))
+    return make_diffusion(model, tokenizer, attention="bidirectional")
+
+
+def text(count: int) -> str:
+    return "".join(ALPHABET[int(index)] for index in torch.randint(len(ALPHABET), (count,)))
+
+
+def run(folder: Path) -> dict[str, Any]:
+    return settings(folder, max_steps=STEPS, per_device_train_batch_size=8, logging_steps=1000)
+
+
+def per_step(trainer: DiffusionTrainer) -> tuple[float, float]:
+    """Reads and operations per step of training."""
+    with Counts() as counts:
+        trainer.train()
+    return counts.reads / STEPS, counts.operations / STEPS
+
+
+def test_steps_of_fine_tuning(tmp_path):
+    rows = [{"prompt": text(12), "completion": text(12)} for _ in range(64)]
+    reads, operations = per_step(SFTTrainer(qwen(), SFTConfig(**run(tmp_path)), rows))
+    assert reads <= 2 and operations <= 1600
