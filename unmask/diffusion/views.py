@@ -48,6 +48,11 @@ class Views:
         """The targets, for which the host waits once: boolean [B, M, T]. What follows from them needs no further wait."""
         return self.target_BMT.cpu().numpy()
 
+    @cached_property
+    def hidden_on_host(self) -> np.ndarray:
+        """The hidden tokens, likewise."""
+        return self.target_on_host if self.hidden_BMT is self.target_BMT else self.hidden_BMT.cpu().numpy()
+
     def __getstate__(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 

@@ -247,16 +247,16 @@ class DPOTrainer(DiffusionTrainer):
         return (total[0] / total[1]).clamp(min=0)
 
     def _record_metrics(self, margin: Tensor, log_prob_N: Tensor, chosen_N: Tensor) -> None:
-        self.record("margin", margin.detach().mean(), len(margin))
+        margin, log_prob_N = margin.detach(), log_prob_N.detach()
+        self.record("margin", margin.mean(), len(margin))
         self.record("accuracy", (margin > 0).float().mean(), len(margin))
-        for name, selected in (("chosen", log_prob_N[chosen_N]), ("rejected", log_prob_N[~chosen_N])):
-            if len(selected) > 0:
-                self.record(name, selected.detach().mean(), len(selected))
+        for name, of_kind_N in (("chosen", chosen_N), ("rejected", ~chosen_N)):
+            count = of_kind_N.sum()
+            self.record(name, torch.where(of_kind_N, log_prob_N, 0).sum() / count.clamp_min(1), count)
 
     def count_items(self, batch: Any) -> Tensor:
-        rows = batch.rows if isinstance(batch, PreferenceBatch) else batch  # transformers also counts before `prepared`
-        sample_ids = rows["sample_id"]
-        return torch.tensor(len(sample_ids), device=sample_ids.device)
+        sample_ids = batch.rows["sample_id"]
+        return torch.full((), len(sample_ids), device=sample_ids.device)
 
     def count_tokens(self, batch: Any) -> Tensor:
         return super().count_tokens(batch.rows)
