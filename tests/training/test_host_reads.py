@@ -13,6 +13,8 @@ from tests.training.tiny_runs import settings
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer
 
@@ -47,3 +49,11 @@ def test_steps_of_fine_tuning(tmp_path):
     rows = [{"prompt": text(12), "completion": text(12)} for _ in range(64)]
     reads, operations = per_step(SFTTrainer(qwen(), SFTConfig(**run(tmp_path)), rows))
     assert reads <= 2 and operations <= 1600
+
+
+def test_steps_of_preference_optimisation(tmp_path):
+    """Eight views, which share passes where they are short; also against a reference that is not stored."""
+    rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(64)]
+    for number, more in enumerate(({}, {"reference": "frozen"})):
+        reads, operations = per_step(DPOTrainer(qwen(), DPOConfig(**run(tmp_path / str(number)), **more), rows))
+        assert reads <= 4 and operations <= 9000

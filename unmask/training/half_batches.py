@@ -53,6 +53,8 @@ class HalfBatches:
         message = f"{where}: micro-batches of {size} rows are halved from here on, with the same result. To start so: {settings}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.halving = True
+        if self.trainer.per_view is not None:
+            self.trainer.per_view.tokens_together = 0
         model.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()

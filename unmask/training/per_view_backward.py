@@ -61,10 +61,11 @@ class PerViewBackward:
         trainer: defines the views and the loss.
         separable: whether the loss is the sum of the losses of its chunks.
         temperature: of the log-probabilities.
+        tokens_together: views whose noised rows have at most this many tokens together share a pass.
     """
 
-    def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0):
-        self.trainer, self.separable, self.temperature = trainer, separable, temperature
+    def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0, tokens_together: int = 0):
+        self.trainer, self.separable, self.temperature, self.tokens_together = trainer, separable, temperature, tokens_together
 
     def passes(self, lm: DiffusionLM, batch: Any) -> ViewPasses:
         """The forward passes over a batch's views."""
@@ -79,8 +80,9 @@ class PerViewBackward:
         return passes.all_log_probs(self._rows_per_pass(batch)) if chunk is None else passes.log_probs(*chunk)
 
     def _rows_per_pass(self, batch: Any) -> int:
-        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch."""
-        return self.trainer.args.score_chunk or len(self.trainer.tokens_of(batch)[0])
+        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of `tokens_together`."""
+        rows, length = self.trainer.tokens_of(batch)[0].shape
+        return self.trainer.args.score_chunk or max(rows, self.tokens_together // length)
 
     def chunks_with_targets(self, batch: Any) -> list[Chunk]:
         """The chunks of a batch, one per forward pass, without those that have no target."""
