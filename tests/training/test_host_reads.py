@@ -15,6 +15,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer
 
@@ -53,7 +55,21 @@ def test_steps_of_fine_tuning(tmp_path):
 
 def test_steps_of_preference_optimisation(tmp_path):
     """Eight views, which share passes where they are short; also against a reference that is not stored."""
-    rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(64)]
+    rows = [{"prompt": text(12), "chosen": text(10), "rejected": text(6)} for _ in range(32)]
     for number, more in enumerate(({}, {"reference": "frozen"})):
         reads, operations = per_step(DPOTrainer(qwen(), DPOConfig(**run(tmp_path / str(number)), **more), rows))
         assert reads <= 4 and operations <= 9000
+
+
+def test_steps_of_reinforcement_learning_without_the_sampler(tmp_path, monkeypatch):
+    """Those of the sampler are counted in its own tests; here its completions are given."""
+    trainer = GRPOTrainer(
+        qwen(),
+        lambda completions, **_: [float(len(set(completion))) for completion in completions],
+        GRPOConfig(**run(tmp_path), max_completion_length=16, steps=8),
+        [{"prompt": text(12)} for _ in range(64)],
+    )
+    sampled = trainer.sample([trainer.train_dataset[index] for index in range(8)], temperature=1.0, step=0)
+    monkeypatch.setattr(trainer, "sample", lambda *_, **__: sampled)
+    reads, operations = per_step(trainer)
+    assert reads <= 6 and operations <= 1700

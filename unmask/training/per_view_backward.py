@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from unmask.diffusion.log_probs import ViewPasses, passes
+from unmask.diffusion.log_probs import ViewPasses, passes, view_log_probs
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.step_timer import Phases
@@ -76,8 +76,11 @@ class PerViewBackward:
 
         With the same passes they are equal bit for bit with and without gradients.
         """
-        passes = self.passes(lm, batch)
-        return passes.all_log_probs(self._rows_per_pass(batch)) if chunk is None else passes.log_probs(*chunk)
+        if chunk is not None:
+            return self.passes(lm, batch).log_probs(*chunk)
+        ids_BT, documents_BT = self.trainer.tokens_of(batch)
+        rows, views = self._rows_per_pass(batch), self.trainer.views_of(batch)
+        return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=rows)
 
     def _rows_per_pass(self, batch: Any) -> int:
         """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of `tokens_together`."""
