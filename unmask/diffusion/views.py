@@ -10,7 +10,7 @@ Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a grou
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -54,7 +54,7 @@ class Views:
         return self.target_on_host if self.hidden_BMT is self.target_BMT else self.hidden_BMT.cpu().numpy()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in vars(self).items() if not name.endswith("_on_host")}  # a checkpoint holds only tensors
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences, all marked as noised (`causal` is False)."""
