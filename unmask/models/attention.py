@@ -140,6 +140,19 @@ def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> 
     return F.pad(changed_BT.long().cumsum(1), (1, 0))
 
 
+def stacked_rows(target_N: Tensor, layout: Layout, copies: int, block_size: int | None, *, logit_shift: bool) -> Tensor:
+    """The rows [N] of `[x_t ; ... ; x_0]`, as flat indices, that predict targets of its noised copies, flat indices into [B, M, T]. With a
+    logit shift the last clean row before a block predicts its first token."""
+    length = layout.position_BT.shape[1] // (copies + 1)
+    batch_N, column_N = target_N // (copies * length), target_N % (copies * length)
+    first_row_N = batch_N * (copies + 1) * length
+    if not logit_shift:
+        return first_row_N + column_N
+    position_N = layout.position_BT[batch_N % len(layout.position_BT), column_N]
+    before_N = (column_N % length - 1).clamp_min(0) + copies * length
+    return first_row_N + torch.where(position_N % (block_size or 1) == 0, before_N, (column_N - 1).clamp_min(0))
+
+
 def make_mask(
     pattern: AttentionName, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False
 ) -> AttentionMask:
