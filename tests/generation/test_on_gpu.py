@@ -66,7 +66,10 @@ EACH: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("each", EACH)
-@pytest.mark.parametrize("attention, block_size, temperature", [("block_causal", 4, 1.0), ("bidirectional", None, 0.0)])
+@pytest.mark.parametrize(
+    "attention, block_size, temperature",
+    [("block_causal", 4, 1.0), pytest.param("bidirectional", None, 0.0, marks=pytest.mark.slow)],
+)
 def test_each_setting_gives_the_tokens_of_a_cpu(attention, block_size, temperature, each):
     config = SamplerConfig(max_new_tokens=8, block_size=4, temperature=temperature, stop_at_eos=False, trace=True, **EACH[each])
     if config.cache != "exact" and attention != "bidirectional":
@@ -128,7 +131,8 @@ def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
     assert found.tokens == expected.tokens and found.gaps == expected.gaps
 
 
-@pytest.mark.parametrize("attention, block_size", [("causal", None), ("block_causal", 3), ("bidirectional", None)])
+@pytest.mark.slow
+@every_pattern
 def test_likelihoods_are_those_of_a_cpu(attention, block_size):
     lm = tiny("gpt2", attention, block_size)
     estimator = "exact" if lm.autoregressive else "elbo"

@@ -43,7 +43,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-QUICK_VERBS = ("sft", "dpo", "convert", "grpo: diffu-grpo")
+QUICK_VERBS = ("sft", "dpo", "grpo: diffu-grpo")
 
 
 @pytest.mark.parametrize("verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
