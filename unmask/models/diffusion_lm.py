@@ -251,7 +251,7 @@ class DiffusionLM:
         self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, target_BT: Tensor | None = None, hidden_BT: Tensor | None = None
     ) -> ForwardInputs:
         """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`; `target_BT` is `rows_BT`."""
-        layout, mask = self._layout(ids_BT, attention_mask_BT)
+        layout, mask = self.layout(ids_BT, attention_mask_BT)
         fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
             fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
@@ -285,7 +285,7 @@ class DiffusionLM:
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
-        layout, mask = self._layout(clean_BT, attention_mask_BT, copies)
+        layout, mask = self.layout(clean_BT, attention_mask_BT, copies)
         width = (copies + 1) * length
         batch_N, copy_N, column_N = target_BMT.nonzero(as_tuple=True)
         column_N = copy_N * length + column_N
@@ -314,7 +314,7 @@ class DiffusionLM:
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
         for token in self.never_predicted:  # one at a time: a list would be copied to a GPU, which waits for it
-            logits[..., token] = -torch.inf
+            logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -354,18 +354,20 @@ class DiffusionLM:
         """Set the hooks of the model for the pass."""
         rows = self._head
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
-        self._last.index_N = inputs.index_N if inputs.pruned else None
+        if inputs.pruned and inputs.index_N is not None:
+            width = inputs.ids_BT.shape[1]
+            self._last.at = inputs.index_N // width, inputs.index_N % width
         self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
         finally:
             rows.clear()
-            self._last.index_N = self._fraction.value_BT = None
+            self._last.at = self._fraction.value_BT = None
 
     def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
             input_ids=inputs.ids_BT,
-            position_ids=inputs.layout.position_BT.expand(inputs.ids_BT.shape[0], -1),
+            position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             past_key_values=cache,
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
@@ -382,7 +384,8 @@ class DiffusionLM:
         self.tokenizer.save_pretrained(path)
         write_card(self, path)
 
-    def _layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
+    def layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
+        """The layout and mask of rows; the ids give only their shape. Arguments and errors as for `logits`."""
         length, device = ids_BT.shape[1], ids_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
         context = self.context_length
