@@ -313,7 +313,7 @@ class DiffusionLM:
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
-        for token in self.never_predicted:  # one at a time: a list would be copied to a GPU, which waits for it
+        for token in self.never_predicted:  # one at a time: a GPU waits for a list
             logits.select(-1, token).fill_(-torch.inf)
         return logits
 
@@ -355,8 +355,7 @@ class DiffusionLM:
         rows = self._head
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
         if inputs.pruned and inputs.index_N is not None:
-            width = inputs.ids_BT.shape[1]
-            self._last.at = inputs.index_N // width, inputs.index_N % width
+            self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
@@ -388,8 +387,9 @@ class DiffusionLM:
         """The layout and mask of rows; the ids give only their shape. Arguments and errors as for `logits`."""
         length, device = ids_BT.shape[1], ids_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
-        context = self.context_length
-        if context is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
+        if (
+            (context := self.context_length) is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context
+        ):  # of a document
             what = f"{longest} tokens, but the model's context is {context}"
             raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout

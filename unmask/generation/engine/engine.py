@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import compress, islice
-from typing import NamedTuple, TypeVar
+from itertools import islice
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -36,8 +35,6 @@ from unmask.generation.requests import Request, block_start, check_settings, che
 from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-
-Item = TypeVar("Item")
 
 
 class SequenceView(NamedTuple):
@@ -236,7 +233,7 @@ class Engine:
             at = (sequences[i].slots[0], slice(*sequences[i].span))
             same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
             equal.append(same_W.all())
-        return select(drafts, equal)
+        return [i for i, same in zip(drafts, torch.stack(equal).tolist(), strict=True) if same] if equal else []
 
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
@@ -398,8 +395,3 @@ class Engine:
             for other in self.running:
                 other.slots = [slot if each == moved else each for each in other.slots]
         self.running.sort(key=lambda other: other.slots[0])  # the cache of adjacent slots is read without a copy
-
-
-def select(items: Iterable[Item], flags: Sequence[Tensor]) -> list[Item]:
-    """The items whose flag, a boolean tensor, is true. All flags are copied to the CPU at once."""
-    return list(compress(items, torch.stack(list(flags)).tolist())) if flags else []
