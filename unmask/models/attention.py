@@ -107,7 +107,7 @@ class AttentionMask:
     def additive(self, dtype: torch.dtype) -> Tensor:
         """The mask as numbers to add to the attention logits. All layers share it; SDPA would otherwise convert a boolean mask in each."""
         if dtype not in self._additive:
-            self._additive[dtype] = torch.zeros_like(self.allowed_B1QK, dtype=dtype).masked_fill_(~self.allowed_B1QK, -torch.inf)
+            self._additive[dtype] = torch.full_like(self.allowed_B1QK, -torch.inf, dtype=dtype).masked_fill_(self.allowed_B1QK, 0.0)
         return self._additive[dtype]
 
     @cached_property

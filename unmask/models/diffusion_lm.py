@@ -313,8 +313,8 @@ class DiffusionLM:
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
-        for token in self.never_predicted:  # one at a time: a list would be copied to a GPU, which waits for it
-            logits[..., token] = -torch.inf
+        for token in self.never_predicted:  # one at a time: a GPU waits for a list
+            logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
@@ -354,18 +354,19 @@ class DiffusionLM:
         """Set the hooks of the model for the pass."""
         rows = self._head
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
-        self._last.index_N = inputs.index_N if inputs.pruned else None
+        if inputs.pruned and inputs.index_N is not None:
+            self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
         finally:
             rows.clear()
-            self._last.index_N = self._fraction.value_BT = None
+            self._last.at = self._fraction.value_BT = None
 
     def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
             input_ids=inputs.ids_BT,
-            position_ids=inputs.layout.position_BT.expand(inputs.ids_BT.shape[0], -1),
+            position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             past_key_values=cache,
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
@@ -386,8 +387,9 @@ class DiffusionLM:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""
         length, device = like_BT.shape[1], like_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
-        context = self.context_length
-        if context is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
+        if (
+            (context := self.context_length) is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context
+        ):  # of a document
             what = f"{longest} tokens, but the model's context is {context}"
             raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout
