@@ -43,7 +43,7 @@ class Given(NamedTuple):
     """Tokens that were drawn together with those of other positions."""
 
     token_N: Tensor
-    log_ratio_N: Tensor  # how much likelier each is given the others' condition than by the model alone, as a logarithm
+    log_prob_N: Tensor | None  # given the others' condition, float64; NaN where that changes nothing; None: nowhere
     believed_NV: Tensor | None  # logits given the condition, for entropies and margins; None: nothing needs them
     drawn_from_NV: Tensor | None  # logits of the distribution that each is drawn from, before temperature, top_k and top_p
     forbidden_NV: Tensor | None = None  # the tokens that the condition leaves no text for; None: nothing records them
@@ -119,7 +119,7 @@ def _decide(
         case policy if config.filtered_confidence:
             priority_N = _filtered_confidence(weight_NV, token_N, policy)
         case "confidence":
-            priority_N = log_prob_N if given is None else _log_prob_given(log_prob_N, given)
+            priority_N = log_prob_N if given is None or given.log_prob_N is None else _confidence_given(log_prob_N, given.log_prob_N)
         case "margin":
             assert margin_N is not None
             priority_N = margin_N
@@ -180,9 +180,10 @@ def _certainty(
     return entropy_N, margin_N
 
 
-def _log_prob_given(log_prob_N: Tensor, given: Given) -> Tensor:
-    """Given the condition, in float32 and near 0 in steps of 2**-24: positions that have one token left are certain, and equally so."""
-    return (log_prob_N + given.log_ratio_N.to(log_prob_N) - 1).float() + 1
+def _confidence_given(log_prob_N: Tensor, given_N: Tensor) -> Tensor:
+    """Log-probabilities given a condition, where it changes them: in float32, and near 0 in steps of 2**-24. Positions that have one token
+    left are then equally certain, whatever a machine rounds."""
+    return torch.where(given_N.isnan(), log_prob_N, ((given_N - 1).float() + 1).to(log_prob_N))
 
 
 def _draw_tokens(

@@ -151,7 +151,7 @@ def verify(
     other_N = draw(rest_NV, uniform(config.seed, key_N, position=position_N, stream=Stream.TOKEN))
     token_N = torch.where(rank_N < 0, other_N, token_N)
     drawn_from_NV = penalise_and_ban(logits_NV, config, present_NV) if config.trace else None
-    given = Given(token_N, torch.zeros_like(position_N, dtype=torch.float64), None, drawn_from_NV)
+    given = Given(token_N, None, None, drawn_from_NV)
     return decide(logits_NV, config, key_N, torch.zeros_like(position_N), position_N, present_NV, given), rank_N
 
 

@@ -254,7 +254,7 @@ def decide_open(
     taken_NV = logits_NV.clone()
     taken_NV[:, both] = logits_NV[:, both].masked_fill(event_N2 <= 0.5, -torch.inf)
     token_N = decide(taken_NV, config, *where).token_N
-    return decide(possible_NV, config, *where, given=Given(token_N, torch.zeros_like(logits_NV[:, 0]), None, None)), event_N2
+    return decide(possible_NV, config, *where, given=Given(token_N, None, None, None)), event_N2
 
 
 def _reveal(

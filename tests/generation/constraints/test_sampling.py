@@ -232,20 +232,30 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
     assert min(step for trace in traced.trace for step in trace.steps) >= 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
-def test_positions_that_have_one_token_left_are_equally_certain(policy, temperature, generate):
-    """Rounding differs by machine, and must not say which of them is revealed first."""
-    config = SamplerConfig(max_new_tokens=12, constraint={"regex": "(abcdef){2}"}, policy=policy, temperature=temperature, seed=3)
-    generation = generate(tiny("phi", "bidirectional"), [[token] for token in range(4, 10)], config)
-    assert generation.steps == [[*range(12)]] * 6
+def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, generate):
+    """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a threshold of 1."""
+    lm, prompts = tiny("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]
+    lm.model.to(dtype)
+    for temperature in (0.0, 0.7):
+        settings = {"max_new_tokens": 12, "constraint": {"regex": "(abcdef){2}"}, "temperature": temperature, "seed": 3}
+        assert generate(lm, prompts, SamplerConfig(policy=policy, **settings)).steps == [[*range(12)]] * 6
+        if policy == "confidence":
+            assert generate(lm, prompts, SamplerConfig(threshold=1.0, **settings)).forward_passes == [1] * 6
 
 
-@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
-def test_what_is_certain_reaches_a_threshold_of_1(generate):
-    config = SamplerConfig(max_new_tokens=12, constraint={"regex": "(abcdef){2}"}, threshold=1.0)
-    assert generate(tiny("phi", "bidirectional"), [[token] for token in range(4, 10)], config).forward_passes == [1] * 6
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_constraint_that_allows_everything_changes_no_order_of_a_model_that_is_sure(dtype):
+    """Its confidences are less than 2**-24 apart."""
+    lm, prompts = tiny("phi", "bidirectional", eos_bias=-torch.inf, mask_bias=-torch.inf).frozen_copy(), [[token] for token in range(4, 10)]
+    head = lm.model.to(dtype).get_output_embeddings()
+    head.weight *= 60
+    head.bias[[0, 1, 3]] = -torch.inf
+    plain, allowing = SamplerConfig(max_new_tokens=8), SamplerConfig(max_new_tokens=8, constraint={"regex": "(?s:.*)"})
+    one, other = (sampler.generate(lm, prompts, config) for config in (plain, allowing))
+    assert one.steps == other.steps and one.tokens == other.tokens
 
 
 def test_sequences_of_different_constraints_share_a_batch():

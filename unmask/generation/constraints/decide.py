@@ -88,7 +88,7 @@ def decide_given(
     forbidden_NV = torch.zeros_like(logits_NV, dtype=torch.bool) if config.top_forbidden else None
     drawn_from_NV = adjusted_NV.clone() if config.trace or config.filtered_confidence or filtered else None
     token_N = torch.zeros_like(position_N)
-    log_ratio_N = torch.zeros(len(token_N), dtype=torch.float64, device=token_N.device)
+    log_prob_N = torch.full(token_N.shape, torch.nan, dtype=torch.float64, device=token_N.device)
     uniform_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
     for window in windows:
         row_N = window.row_N
@@ -113,8 +113,10 @@ def decide_given(
         else:
             token_N[row_N] = _draw_tokens(window, drawn, adjusted_NV[row_N], uniform_N[row_N], temperature)
         class_N = window.class_V[token_N[row_N]].cpu().numpy()
-        log_ratio_N[row_N] = torch.from_numpy(ratio_NC[np.arange(len(class_N)), class_N]).to(log_ratio_N.device)
-    given = Given(token_N, log_ratio_N, believed_NV, drawn_from_NV, forbidden_NV)
+        ratio_N = ratio_NC[np.arange(len(class_N)), class_N]
+        shift_N = np.where(ratio_N == 0, np.nan, ratio_N - predicted.normaliser_W)  # of the same sums: they cancel where one token is left
+        log_prob_N[row_N] = logits_NV[row_N, token_N[row_N]].double() + torch.from_numpy(shift_N).to(log_prob_N.device)
+    given = Given(token_N, log_prob_N, believed_NV, drawn_from_NV, forbidden_NV)
     return decide(logits_NV, config, key_N, step_N, position_N, given=given)
 
 

@@ -30,10 +30,12 @@ class ClassWeights(NamedTuple):
     Attributes:
         log_prob_WC: the log of the summed probability of the tokens of each class.
         largest_WC: their largest logit.
+        normaliser_W: the log of the sum of the exponentials of all logits.
     """
 
     log_prob_WC: np.ndarray
     largest_WC: np.ndarray
+    normaliser_W: np.ndarray
 
 
 def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeights:
@@ -48,7 +50,8 @@ def class_weights(logits_WV: Tensor, class_V: Tensor, count: int) -> ClassWeight
     weight_WV = (logits_WV - offset_WC.gather(1, class_WV)).exp_()
     sum_WC = torch.zeros(largest_WC.shape, dtype=torch.float64, device=logits_WV.device).scatter_add(1, class_WV, weight_WV.double())
     log_WC = offset_WC.double() + sum_WC.log()
-    return ClassWeights((log_WC - log_WC.logsumexp(-1, keepdim=True)).cpu().numpy(), largest_WC.double().cpu().numpy())
+    normaliser_W = log_WC.logsumexp(-1)
+    return ClassWeights(*(each.cpu().numpy() for each in (log_WC - normaliser_W[:, None], largest_WC.double(), normaliser_W)))
 
 
 class Paths:
