@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -40,7 +41,7 @@ class Server(NamedTuple):
 
     def workers(self) -> list[psutil.Process]:
         """The processes of its workers."""
-        return [child for child in psutil.Process(self.process.pid).children() if "unmask.serving.workers.worker" in child.cmdline()]
+        return workers_of(self.process.pid)
 
     def health(self) -> dict[str, Any]:
         return dict(http_get(f"{self.url}/health").json())
@@ -48,6 +49,17 @@ class Server(NamedTuple):
     def complete(self, prompt: Any, **fields: Any) -> httpx.Response:
         body = {"model": "model", "prompt": prompt, "max_tokens": 24, "temperature": 1, "seed": 3, **fields}
         return http_post(f"{self.url}/v1/completions", json=body)
+
+
+def workers_of(pid: int) -> list[psutil.Process]:
+    """The processes of workers that a process has started, and that have not ended."""
+
+    def is_worker(process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended, if nobody has waited for it too
+            return "unmask.serving.workers.worker" in process.cmdline()
+        return False
+
+    return [child for child in psutil.Process(pid).children() if is_worker(child)]
 
 
 def until(condition: Callable[[], Any], seconds: float = 600) -> None:
@@ -185,4 +197,4 @@ def test_workers_that_cannot_start_are_one_clear_error(tmp_path: Path, capfd: py
     result = CliRunner().invoke(app, ["serve", str(tmp_path / "model"), "--workers", "2", "--port", "0"])
     assert result.exit_code == 2 and result.stderr.count("error: ") == 1 and "model" in result.stderr
     assert "Traceback" not in result.stderr + capfd.readouterr().err
-    assert not [child for child in psutil.Process(os.getpid()).children() if "unmask.serving.workers.worker" in child.cmdline()]
+    assert not workers_of(os.getpid())

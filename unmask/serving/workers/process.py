@@ -82,15 +82,14 @@ async def start_worker(served: ServedModels, device: str, environment: Mapping[s
 async def _launch(environment: Mapping[str, str]) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """A process whose standard input is a socket to this one, and both directions of that. Raises OSError."""
     ours, theirs = socket.socketpair()
-    with contextlib.ExitStack() as unless_connected:
-        unless_connected.enter_context(ours)
-        with theirs:
-            command = [sys.executable, "-P", "-m", MODULE]
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
-            # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
-            process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
+    with theirs, contextlib.ExitStack() as unless_started:
         reader, leash = await asyncio.open_connection(sock=ours)
-        unless_connected.pop_all()
+        unless_started.callback(leash.close)
+        command = [sys.executable, "-P", "-m", MODULE]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+        # In a group of its own a terminal's Ctrl-C does not reach it: the server decides when it ends.
+        process = await asyncio.create_subprocess_exec(*command, stdin=theirs.fileno(), env=environment, process_group=0)
+        unless_started.pop_all()
     return process, reader, leash
 
 
