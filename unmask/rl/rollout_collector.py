@@ -5,6 +5,7 @@ Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -138,7 +139,7 @@ class RolloutCollector:
 
     def require_scores(self, rewarded: RewardedCompletions) -> None:
         """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process has a reward."""
-        self._unscored = 0 if any(gather_object([not rewarded.total_B.isnan().all()])) else self._unscored + 1
+        self._unscored = 0 if any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))])) else self._unscored + 1
         if self._unscored and self._unscored == self.args.max_unscored_rollouts:
             what = f"no completion of the last {self._unscored} rollouts has a reward, so nothing is learnt"
             remedy = "See the warnings about reward functions, fix them, and go on with --resume; or set training.max_unscored_rollouts"
@@ -280,7 +281,7 @@ class RolloutCollector:
             self.trainer.record("entropy", sum(entropies) / len(entropies), len(entropies))
         named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, rewarded.reward_BF.unbind(1), strict=True)}
         for name, reward_B in {"reward": total_B, **named}.items():
-            scored_B = reward_B[~reward_B.isnan()]
+            scored_B = torch.tensor([value for value in reward_B.tolist() if not math.isnan(value)], dtype=reward_B.dtype)
             if len(scored_B) > 0:
                 self.trainer.record(name, scored_B.mean(), len(scored_B))
             if name == "reward" and len(scored_B) > 1:

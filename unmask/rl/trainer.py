@@ -142,7 +142,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         if chunk is None or chunk[1].start == 0:
-            self.phases.count(trained=int(batch.learnt_BT[chunk[0] if chunk else slice(None)].sum()))
+            learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
+            self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
         loss = self.method.loss(self.loss_inputs(batch, log_prob_BMT, chunk))
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
@@ -170,9 +171,9 @@ class GRPOTrainer(DiffusionTrainer):
         assert rollout.sampled_BT is not None
         gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
-        tokens = float(rollout.completion_BT.sum())
+        tokens = rollout.completion_BT.sum()
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
-        self.record("importance", weight_BT[rollout.completion_BT].mean(), tokens)
+        self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
         return weight_BT.detach()
 
     def count_items(self, batch: Any) -> Tensor:
@@ -262,6 +263,7 @@ class GRPOTrainer(DiffusionTrainer):
             yield
         except (RemoteError, TrainingError):
             self.collector.history.seen = seen  # the interrupted rollout is repeated
+            self.numbers.drop()
             self.means.load(sums)
             step = self.state.global_step
             exists = (self.args.output_folder / f"checkpoint-{step}").exists()
@@ -339,8 +341,9 @@ class GRPOTrainer(DiffusionTrainer):
 
     def make_updates(self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
         device = self.lm.device
-        key_B = torch.tensor([completion_key(row, step) for row in rewarded.rows], device=device)
-        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
+        keys_B = torch.tensor([completion_key(row, step) for row in rewarded.rows])
+        key_B, kept_B, advantage_B = (each.to(device, non_blocking=True) for each in (keys_B, kept_B, advantage_B))
+        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B).to(device), kept_B[:, None]
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
             remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
             raise TrainingError(f"returned a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)

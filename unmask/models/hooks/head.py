@@ -27,6 +27,11 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS_AT_ONCE if device.type == "cpu" else GPU_LOGITS_AT_ONCE
 
 
+def flat_indices(chosen: Tensor) -> Tensor:
+    """The flat indices of the chosen elements of a boolean tensor, for which the host waits; or what it was given, if they are known."""
+    return chosen.flatten().nonzero().squeeze(1) if chosen.dtype == torch.bool else chosen
+
+
 class RowSelector:
     """Hooks of the output head that keep only the selected rows, or replace logits by log-probabilities of targets.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, did_you_mean
+from unmask.models.hooks.head import flat_indices
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
@@ -82,11 +83,11 @@ def weighted_sum(
     loss: Tensor, weight: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None
 ) -> Loss:
     """The loss summed by weight. By default ratios are logged as 1, not clipped, and divergences as 0."""
-    counts = weight > 0
+    counted_N = flat_indices(weight > 0)
     ratio = torch.ones_like(weight) if ratio is None else ratio
-    clipped = torch.zeros_like(counts) if clipped is None else clipped
+    clipped = torch.zeros_like(weight, dtype=torch.bool) if clipped is None else clipped
     kl = torch.zeros_like(weight) if kl is None else kl.detach()
-    return Loss((weight * loss).sum(), ratio[counts], clipped[counts], kl[counts])
+    return Loss((weight * loss).sum(), *(values.take(counted_N) for values in (ratio, clipped, kl)))
 
 
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
