@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 READING = {f"aten::{name}" for name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "bincount")}
@@ -29,4 +31,16 @@ class Counts(TorchDispatchMode):
         by_mask = name in INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1])
         self.operations += 1
         self.reads += name in READING or by_mask
+        return function(*args, **(kwargs or {}))
+
+
+class Copies(TorchFunctionMode):
+    """Counts the copies to the host inside it, for which a GPU waits, and which a CPU does not dispatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += function in (Tensor.cpu, Tensor.tolist)
         return function(*args, **(kwargs or {}))

@@ -91,6 +91,8 @@ class Workload:
     accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
     teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
     reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
+    stored_reference: bool = False  # its log-probabilities are looked up in a table on the host
+    plans: int = 1  # batches of a step whose views are drawn
     documents: int = 1  # equal parts of a sequence that do not see one another
     passes: int = 1  # forward and backward passes of a step, whose gradients add up
     logits_at_once: int = LOGITS_AT_ONCE  # that a loss holds

@@ -1,8 +1,7 @@
-"""Launches, host reads and memory traffic of a step: how they are counted, and those that do not follow from the architecture.
+"""Launches and memory traffic of a step: how they are counted, and those that do not follow from the architecture.
 
-A launch is an operation that PyTorch dispatches and that starts a kernel: all but views, allocations and questions about a tensor. A read
-is an operation whose result the host must wait for. Traffic is what operations read and write, without products of matrices and attention,
-whose time is that of their arithmetic.
+A launch is an operation that PyTorch dispatches and that starts a kernel: all but views, allocations and questions about a tensor. Traffic
+is what operations read and write, without products of matrices and attention, whose time is that of their arithmetic.
 """
 
 from __future__ import annotations
@@ -11,20 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from unmask.config.run import AttentionName
-
-
-@dataclass(frozen=True)
-class Overhead:
-    """Launches and host reads that do not depend on the number of layers."""
-
-    launches: float
-    reads: float
 
 
 @dataclass(frozen=True)
@@ -48,34 +36,27 @@ class PassCosts:
     backward: PassCost
 
 
-# Counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them here when it fails.
-TRAINING_STEP: Mapping[AttentionName, Overhead] = {
-    "causal": Overhead(86, 8),
-    "bidirectional": Overhead(672, 8),
-    "block_causal": Overhead(679, 8),
-}
-"""Of a step: its masks, the metrics, clipping and the update, which a fused optimizer launches for all parameters together."""
-TRAINING_PASS = Overhead(47, 5)
-"""Of every pass: rows to predict, head and loss."""
+# Launches, counted on real steps and passes. `tests/planning/test_launches.py` counts them again: change them here when it fails.
+LAUNCHES_OF_STEP = 75
+"""Of a training step: metrics, clipping and the update, which a fused optimizer launches for all parameters together."""
+LAUNCHES_OF_NOISE = 225
+"""Of drawing the views of a batch of noised rows."""
+LAUNCHES_OF_HEAD = 47
+"""Of every pass of training: inputs, mask, head and loss."""
 LAUNCHES_OF_ADAPTER = {"float32": 10, "mixed": 16, "bfloat16": 16}
 """Of the adapter of one matrix, forward and backward, by precision."""
-TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
-"""Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and backward."""
 LAUNCHES_PER_PARAMETER = {"adamw": 0, "adamw_8bit": 1}
 """Of an update, for each tensor of parameters."""
-LAUNCHES_OF_CACHE = 5
+LAUNCHES_OF_CACHE = 3
 """Of a layer's cache of keys and values in a pass of generation."""
-SAMPLER: Mapping[AttentionName, tuple[Overhead, Overhead]] = {
-    "causal": (Overhead(130, 4), Overhead(415, 4)),
-    "bidirectional": (Overhead(120, 4.5), Overhead(400, 4.5)),
-    "block_causal": (Overhead(138, 4), Overhead(420, 4)),
-}
-"""Of a pass of generation: head, draw, choice of tokens and bookkeeping; at temperature 0, and above."""
+LAUNCHES_OF_SAMPLER = 55
+"""Of a pass of generation: inputs, head, choice of tokens and bookkeeping."""
+LAUNCHES_OF_DRAW = 25
+"""Of a pass of generation above temperature 0."""
 
-READS = {
-    *("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::bincount"),
-    *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
-}
+TRAFFIC_OF_ADAPTER = {"float32": (12, 32), "mixed": (12, 24), "bfloat16": (18, 38)}
+"""Bytes of the adapter of one matrix for each token and column of its input, and of its output, forward and backward."""
+
 WITHOUT_KERNEL = {
     *("aten::_unsafe_view", "aten::lift_fresh", "aten::empty", "aten::empty_like", "aten::empty_strided"),
     *("aten::new_empty", "aten::new_empty_strided", "prim::device"),
@@ -86,11 +67,11 @@ WITHOUT_TRAFFIC = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "ate
 
 
 class LaunchCounter(TorchDispatchMode):
-    """Counts the launches, the host reads and the traffic, in bytes, of what runs inside."""
+    """Counts the launches and the traffic, in bytes, of what runs inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = self.reads = self.traffic = 0
+        self.launches = self.traffic = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         name, out = func._schema.name, func(*args, **(kwargs or {}))
@@ -98,11 +79,4 @@ class LaunchCounter(TorchDispatchMode):
             self.launches += 1
             if name not in WITHOUT_TRAFFIC and "attention" not in name:
                 self.traffic += sum(leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
-        self.reads += name in READS or _indexes_by_mask(name, args)
         return out
-
-
-def _indexes_by_mask(name: str, args: Sequence[Any]) -> bool:
-    """Whether the shape or the place of a result depends on the values of a mask."""
-    indexing = name in ("aten::index", "aten::index_put", "aten::index_put_")
-    return indexing and any(index is not None and index.dtype == torch.bool for index in args[1])

@@ -23,11 +23,13 @@ from unmask.planning.cost_model import (
 from unmask.planning.launches import (
     LAUNCHES_OF_ADAPTER,
     LAUNCHES_OF_CACHE,
+    LAUNCHES_OF_DRAW,
+    LAUNCHES_OF_HEAD,
+    LAUNCHES_OF_NOISE,
+    LAUNCHES_OF_SAMPLER,
+    LAUNCHES_OF_STEP,
     LAUNCHES_PER_PARAMETER,
-    SAMPLER,
     TRAFFIC_OF_ADAPTER,
-    TRAINING_PASS,
-    TRAINING_STEP,
     PassCost,
     PassCosts,
 )
@@ -80,6 +82,11 @@ class DenoisingPass:
             return self.context / 2 * HIDDEN_FRACTION
         return 1 if self.attention == "causal" else self.tokens * HIDDEN_FRACTION
 
+    @property
+    def reads(self) -> float:
+        """Host reads: at the end of a block, whether a sequence has ended. A pass reveals one token."""
+        return 1 / self.tokens if self.cached else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
@@ -115,12 +122,13 @@ class StepTime:
 def step_launches(network: Network, costs: PassCosts, work: Workload) -> float:
     """Launches of a training step."""
     forward, backward = costs.forward.launches, costs.backward.launches
-    step, head = TRAINING_STEP[work.attention].launches, TRAINING_PASS.launches
+    noise = 0 if work.attention == "causal" else LAUNCHES_OF_NOISE * work.plans
     if work.lora_rank:
         backward += LAUNCHES_OF_ADAPTER[work.precision] * len(network.linears)
-    both = forward * (2 if work.checkpointing else 1) + backward + head
+    both = forward * (2 if work.checkpointing else 1) + backward + LAUNCHES_OF_HEAD
     update = LAUNCHES_PER_PARAMETER[work.optimizer] * network.tensors
-    return step + work.passes * both + work.forward_only_passes * (forward + head) + update
+    teacher = forward + 2 * LAUNCHES_OF_HEAD if work.teacher else 0  # the second time to compare its predictions
+    return LAUNCHES_OF_STEP + noise + work.passes * both + work.forward_only_passes * (forward + LAUNCHES_OF_HEAD) + teacher + update
 
 
 def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
@@ -133,9 +141,12 @@ def step_traffic(network: Network, costs: PassCosts, work: Workload) -> float:
     return work.passes * both + work.forward_only_passes * forward + 2 * sum(weight_bytes(network, work))
 
 
-def step_reads(work: Workload) -> float:
-    """Host reads of a training step."""
-    return TRAINING_STEP[work.attention].reads + TRAINING_PASS.reads * (work.passes + work.forward_only_passes)
+def step_reads(work: Workload) -> int:
+    """Host reads of a training step: its numbers, and the targets of every plan of views. A reference in a table is looked up by ids of
+    rows, tokens and documents; a teacher is compared at tokens that masks choose. Copies to the host count too: a GPU waits for them,
+    although a CPU does not dispatch them."""
+    of_plan = 4 if work.stored_reference else 1
+    return 1 + work.plans * of_plan + (6 if work.teacher else 0)
 
 
 def step_time(network: Network, costs: PassCosts, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> StepTime | None:
@@ -162,7 +173,8 @@ def step_time(network: Network, costs: PassCosts, work: Workload, device: Device
 def pass_launches(network: Network, cost: PassCost, work: DenoisingPass) -> float:
     """Launches of a pass of generation."""
     cache = LAUNCHES_OF_CACHE * network.layers if work.cached else 0
-    return cost.launches + cache + SAMPLER[work.attention][work.drawn].launches
+    draw = LAUNCHES_OF_DRAW if work.drawn else 0
+    return cost.launches + cache + LAUNCHES_OF_SAMPLER + draw
 
 
 def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: DeviceConfig) -> StepTime | None:
@@ -182,5 +194,5 @@ def pass_time(network: Network, cost: PassCost, work: DenoisingPass, device: Dev
         arithmetic=products if products > weights else 0.0,
         memory=cost.traffic(tokens) / bandwidth + (weights if weights >= products else 0.0),
         launches=pass_launches(network, cost, work) * LAUNCH_SECONDS,
-        reads=SAMPLER[work.attention][work.drawn].reads * READ_SECONDS,
+        reads=work.reads * READ_SECONDS,
     )

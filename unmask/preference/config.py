@@ -158,6 +158,8 @@ class DPOConfig(PairConfig):
             sequence_length=length,
             documents=2 if paired else 1,
             reference=compared and self.reference == "frozen",
+            stored_reference=self.needs_reference and self.reference == "stored",
+            plans=1 if paired else 2,
             passes=count,
             forward_only_passes=forward_only_passes,
         )
