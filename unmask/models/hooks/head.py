@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from unmask.errors import ModelError
 from unmask.models.hooks.last_layer import hook_owner
+from unmask.models.kernels import fused_linear
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed for the gradient."""
@@ -143,6 +144,9 @@ class RowSelector:
             return
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
+        if self._fused(head):
+            self.reduced = (fused_linear.log_probs(head, self.hidden_ND, self.reduction.rows[0].to(out.device), self.forbidden),)
+            return
         size = max(1, logits_at_once(out.device) // out.shape[-1])
         rows = (self.hidden_ND, *(each.to(out.device) for each in self.reduction.rows))
         settings = (self.forbidden, self.reduction.function, self.reduction.setting)
@@ -151,6 +155,12 @@ class RowSelector:
             for chunk in zip(*(each.split(size) for each in rows), strict=True)
         ]
         self.reduced = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+    def _fused(self, head: nn.Module) -> bool:
+        """Whether a fused kernel computes this: log-probabilities of one target per row, from logits that nothing changes."""
+        assert self.hidden_ND is not None and self.reduction is not None
+        plain = self.reduction.function is log_probs_at and self.reduction.setting == 1.0 and self.reduction.rows[0].dim() == 1
+        return plain and not self.after.changes and fused_linear.usable(head, self.hidden_ND)
 
     def _reduce_chunk(
         self,
@@ -175,6 +185,11 @@ class AfterHead:
     def __init__(self, config: PretrainedConfig):
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything."""
+        return self.scale != 1.0 or self.cap is not None
 
     def __call__(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
