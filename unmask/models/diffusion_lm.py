@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pathlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden
 from unmask.models.chat_template import turn_end
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
-from unmask.models.hooks.head import RowSelector, flat_indices, token_log_probs
+from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
 from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
@@ -318,27 +318,26 @@ class DiffusionLM:
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row). Many
-        logits are computed in chunks of rows, so that memory does not grow with the vocabulary."""
-        assert inputs.index_N is not None
-        if len(target_N) * self.config.vocab_size <= head.logits_at_once(target_N.device):
-            return token_log_probs(self.forward(inputs), target_N, temperature)
-        with self._passing(inputs, target_N, temperature) as rows:
-            first_V = self._run(inputs)[0, 0]
-            rows.check(first_V)
-            log_prob_N = rows.log_prob_N
-        assert log_prob_N is not None, "another output head than the expected one was called"
-        return log_prob_N.to(first_V.device) + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row)."""
+        return self.reduced(inputs, Reduction(log_probs_at, (target_N,), temperature))[0]
 
-    @contextmanager
-    def capturing(self) -> Iterator[list[Tensor]]:
+    def reduced(self, inputs: ForwardInputs, reduction: Reduction) -> tuple[Tensor, ...]:
+        """What is computed from the logits of each selected row, in chunks of rows, so that memory does not grow with the vocabulary."""
+        assert inputs.index_N is not None
+        if len(inputs.index_N) * self.config.vocab_size <= head.logits_at_once(inputs.index_N.device):
+            return reduction.of(self.forward(inputs))
+        with self._passing(inputs, reduction, first_only=True) as rows:
+            return rows.result(self._run(inputs)[0, 0])
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        """The hidden states [N, D] that the head reads at the selected rows."""
+        with self.capturing() as seen, self._passing(inputs, first_only=True):
+            self._run(inputs)
+        return seen[0]
+
+    def capturing(self) -> AbstractContextManager[list[Tensor]]:
         """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
-        seen: list[Tensor] = []
-        self._head.captured = seen
-        try:
-            yield seen
-        finally:
-            self._head.captured = None
+        return self._head.capturing()
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
@@ -350,10 +349,10 @@ class DiffusionLM:
             self._fraction.in_every_pass = False
 
     @contextmanager
-    def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
+    def _passing(self, inputs: ForwardInputs, reduction: Reduction | None = None, *, first_only: bool = False) -> Iterator[RowSelector]:
         """Set the hooks of the model for the pass."""
         rows = self._head
-        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
+        rows.index_N, rows.reduction, rows.first_only, rows.forbidden = inputs.index_N, reduction, first_only, self.never_predicted
         if inputs.pruned and inputs.index_N is not None:
             self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
@@ -387,9 +386,8 @@ class DiffusionLM:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""
         length, device = like_BT.shape[1], like_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
-        if (
-            (context := self.context_length) is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context
-        ):  # of a document
+        context = self.context_length or length
+        if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             what = f"{longest} tokens, but the model's context is {context}"
             raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout
