@@ -308,11 +308,11 @@ class DiffusionLM:
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the selected rows. Keys and values are
         written to the cache, if there is one."""
-        with self._passing(inputs):
-            out = self._run(inputs, cache)
+        out, _ = self._run(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
-        logits = (out if count is None else out[0]).to(self.log_prob_dtype)
+        out = out if count is None else out[0]
+        logits = out if out.dtype == torch.float64 else out.float()
         for token in self.never_predicted:  # one at a time: a GPU waits for a list
             logits.select(-1, token).fill_(-torch.inf)
         return logits
@@ -323,12 +323,9 @@ class DiffusionLM:
         assert inputs.index_N is not None
         if len(target_N) * self.config.vocab_size <= head.logits_at_once(target_N.device):
             return token_log_probs(self.forward(inputs), target_N, temperature)
-        with self._passing(inputs, target_N, temperature) as rows:
-            first_V = self._run(inputs)[0, 0]
-            rows.check(first_V)
-            log_prob_N = rows.log_prob_N
+        out, log_prob_N = self._run(inputs, None, target_N, temperature)
         assert log_prob_N is not None, "another output head than the expected one was called"
-        return log_prob_N.to(first_V.device) + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
+        return log_prob_N.to(out.device) + 0.0 * out[0, 0, 0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
@@ -349,28 +346,29 @@ class DiffusionLM:
         finally:
             self._fraction.in_every_pass = False
 
-    @contextmanager
-    def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
-        """Set the hooks of the model for the pass."""
+    def _run(
+        self, inputs: ForwardInputs, cache: Cache | None, target_N: Tensor | None = None, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """The output of the model, with its hooks set for the pass, and the log-probabilities of the targets, if there are any."""
         rows = self._head
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
         if inputs.pruned and inputs.index_N is not None:
             self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
         try:
-            yield rows
+            out = self.model(
+                input_ids=inputs.ids_BT,
+                position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
+                past_key_values=cache,
+                use_cache=cache is not None,
+                unmask_mask=inputs.mask,
+            ).logits
+            if target_N is not None:
+                rows.check(out[0, 0])
+            return out, rows.log_prob_N
         finally:
             rows.clear()
             self._last.at = self._fraction.value_BT = None
-
-    def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
-        return self.model(
-            input_ids=inputs.ids_BT,
-            position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
-            past_key_values=cache,
-            use_cache=cache is not None,
-            unmask_mask=inputs.mask,
-        ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` restores the model bit for bit.
@@ -387,9 +385,8 @@ class DiffusionLM:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""
         length, device = like_BT.shape[1], like_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
-        if (
-            (context := self.context_length) is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context
-        ):  # of a document
+        context = self.context_length
+        if context is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             what = f"{longest} tokens, but the model's context is {context}"
             raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout
