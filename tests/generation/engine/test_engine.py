@@ -15,7 +15,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine
-from unmask.generation.engine.steps import SequenceState
+from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.requests import make_requests
 
 
@@ -323,3 +323,17 @@ def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, bl
         alone = Engine(lm)
         alone.submit(request, apart)
         assert results[ticket].log_probs == next(alone.run())[1].log_probs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_sequences_may_use_different_numbers_of_drafts(temperature):
+    """In the same step: some go on from predictions of a draft, others from those of the state itself."""
+    lm = tiny("phi", "block_causal", 4, eos_bias=-torch.inf)
+    prompts = [[4 + (start + index) % 6 for index in range(length)] for start, length in enumerate((5, 9, 3, 16, 8, 9))]
+    config = SamplerConfig(max_new_tokens=12, drafts=2, temperature=temperature, trace=True)
+    requests = make_requests(lm, prompts, config)
+    engine = Engine(lm)
+    tickets = [engine.submit(request, config) for request in requests]
+    results = dict(engine.run())
+    expected = naive.complete(lm, requests, config)
+    assert [results[ticket].canvas for ticket in tickets] == [trace.canvas for trace in expected.trace]

@@ -203,7 +203,9 @@ class Engine:
             if not active:
                 break
             stepping = [sequences[i] for i in active]
-            reveal(self.slots, stepping, self._predictions_of(predictions, active, sequences, predictions.ahead_N == ahead))
+            drafted, ahead_N = predictions.ahead_N.any(), predictions.ahead_N
+            own = self._predictions_of(predictions, active, sequences, ahead_N == ahead) if drafted else predictions
+            reveal(self.slots, stepping, own)
             self._advance(stepping)
         return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
 

@@ -45,11 +45,12 @@ class Predictions(NamedTuple):
         return Predictions(self.logits_NV[index_J], member_J, self.slot_N[index_J], self.position_N[index_J], ahead_J, quality_J)
 
     def where(self, keep_N: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
-        """Those that `keep_N` selects; `number_B` renumbers their members."""
+        """Those that `keep_N` selects, ordered by sequence; `number_B` renumbers their members."""
         member_N = self.member_N if number_B is None else number_B[self.member_N]
         if keep_N.all():
             return self._replace(member_N=member_N)
         index_J = np.flatnonzero(keep_N)
+        index_J = index_J[np.argsort(member_N[index_J], kind="stable")]  # those of drafts came last
         taken = self.take(moved(index_J, self.position_N.device), member_N[index_J])
         return taken._replace(ahead_N=self.ahead_N[index_J])
 
@@ -59,12 +60,16 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
     Sequences of very different lengths have separate passes. With `alone`, every sequence has a pass of its own."""
     member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
+    judged = any(entry.revise == "quality" for entry in entries)
+    passes = list(_passes(lm, entries, computed, alone))
+    if len(passes) == 1 and len(computed) == len(entries) and not judged:
+        logits_NV = passes[0][1](lm, slots, entries, member_N, position_N, ahead_N)
+        return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N)
     parts: list[Tensor] = []
     source_N = np.empty_like(member_N)  # index of each position among the computed ones
     count = 0
-    judged = any(entry.revise == "quality" for entry in entries)
     states: list[Tensor] = []
-    for group, run in _passes(lm, entries, computed, alone):
+    for group, run in passes:
         number_B = np.full(len(entries), -1)
         number_B[group] = np.arange(len(group))
         index_J = np.flatnonzero(number_B[member_N] >= 0)

@@ -52,19 +52,18 @@ def padded(value_N: Tensor, count_B: Counts, fill: float) -> Tensor:
     return value_BM
 
 
-def first_by_order(order_BM: Tensor, count_B: Counts, chosen_B: Counts) -> Tensor:
-    """The rows of the first `chosen_B` entries of each sequence's order, by the number of rows of each."""
-    member_J, rank_J, start_J = moved_together(order_BM.device, members(chosen_B), ranks(chosen_B), np.repeat(starts(count_B), chosen_B))
+def first_by_order(order_BM: Tensor, start_B: np.ndarray, chosen_B: Counts) -> Tensor:
+    """The first `chosen_B` entries of each sequence's order, counted from its start."""
+    if (most := max(chosen_B)) == min(chosen_B):
+        return (order_BM[:, :most] + moved(start_B[:, None], order_BM.device)).view(-1)
+    member_J, rank_J, start_J = moved_together(order_BM.device, members(chosen_B), ranks(chosen_B), np.repeat(start_B, chosen_B))
     return order_BM[member_J, rank_J] + start_J
 
 
-def first_by_priority(priority_N: Tensor, slot_N: Tensor, slots: Sequence[int], count_B: Counts, chosen_B: Counts) -> Tensor:
-    """The rows of the `chosen_B` highest priorities of each sequence, by its slot and its number of rows; ties by the first."""
-    by_priority_N = priority_N.sort(descending=True, stable=True).indices
-    order_N = by_priority_N[slot_N[by_priority_N].sort(stable=True).indices]
-    by_slot_B, start_B = np.argsort(slots), np.zeros(len(slots), dtype=int)
-    start_B[by_slot_B] = starts(np.asarray(count_B)[by_slot_B])
-    return order_N[moved(np.repeat(start_B, chosen_B) + ranks(chosen_B), priority_N.device)]
+def first_by_priority(priority_N: Tensor, count_B: Counts, chosen_B: Counts) -> Tensor:
+    """The rows of the `chosen_B` highest priorities of each sequence, by its number of rows; ties by the first."""
+    order_BM = padded(priority_N, count_B, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    return first_by_order(order_BM, starts(count_B), chosen_B)
 
 
 def first_true(flag_N: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
-from unmask.generation.engine.host import first_true, members, moved, moved_together, ranks, slot_index
+from unmask.generation.engine.host import first_by_order, first_true, members, moved, moved_together, ranks, slot_index
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.output import Trace
 from unmask.generation.policies import Decision
@@ -186,8 +186,7 @@ class Slots:
             hidden_BW = hidden_BW | (revise_B1 & (self.step_SC[at] >= 0))
         order_BW = first_true(hidden_BW)  # what is not in the block comes after what is
         member_N = members(count_B)
-        index_N, rank_N, start_N, slot_N = moved_together(device, member_N, ranks(count_B), start_B[member_N], slot_B[member_N])
-        position_N, ahead_N = order_BW[index_N, rank_N] + start_N, np.zeros_like(member_N)
+        slot_N, position_N, ahead_N = moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B), np.zeros_like(member_N)
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden

@@ -39,8 +39,8 @@ def reveal(slots: Slots, sequences: list[SequenceState], predictions: Prediction
     decision = decide_all(slots, sequences, predictions)
     decision = decision._replace(log_prob_N=decision.log_prob_N.double())
     index_J, chosen = choose(sequences, predictions, decision, again=again)
-    slot_B, step_B = np.array([(sequence.slots[0], sequence.steps_done) for sequence in sequences]).T
-    slot_J, step_J = moved(np.repeat(slot_B, chosen), device), moved(np.repeat(step_B, chosen).astype(np.int32), device)
+    step_B = np.array([sequence.steps_done for sequence in sequences], dtype=np.int32)
+    slot_J, step_J = predictions.slot_N[index_J], moved(np.repeat(step_B, chosen), device)
     for at in hide_at:
         slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
     slots.write((slot_J, predictions.position_N[index_J]), decision, index_J, step_J)
@@ -111,8 +111,7 @@ def choose(
     if any(sequence.config.parallel or sequence.config.early_commit is not None for sequence in sequences):
         chosen = _read_counts(sequences, decision, count_B, chosen)
     chosen = [min(count, int(most)) for count, most in zip(chosen, count_B, strict=True)]
-    slots = [sequence.slots[0] for sequence in sequences]
-    return first_by_priority(decision.priority_N, predictions.slot_N, slots, count_B, chosen), chosen
+    return first_by_priority(decision.priority_N, count_B, chosen), chosen
 
 
 def _read_counts(sequences: list[SequenceState], decision: Decision, count_B: np.ndarray, planned: list[int]) -> list[int]:
@@ -179,7 +178,7 @@ def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) ->
     earlier_BW = (inside_BW > 0) & (slots.step_SC[slot_BW, position_BW] >= 0)
     priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_BW, position_BW].float(), -torch.inf)
     order_BW = priority_BW.sort(dim=1, descending=True, stable=True).indices
-    index_J = first_by_order(order_BW, np.full(len(sequences), len(column_W)), again)
+    index_J = first_by_order(order_BW, np.arange(len(sequences)) * len(column_W), again)
     return moved(np.repeat(slot_B, again), device), position_BW.reshape(-1)[index_J]
 
 
@@ -210,7 +209,7 @@ def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictio
     if any(sequence.config.revise is not None and sequence.config.revise.below is not None for sequence in sequences):
         doubtful_B = (padded(priority_N, visible_B, -torch.inf) > -torch.inf).sum(1)
         limits = [min(limit, most) for limit, most in zip(limits, doubtful_B.tolist(), strict=True)]
-    position_J = visible.position_N[first_by_priority(priority_N, visible.slot_N, slot_B.tolist(), visible_B, limits)]
+    position_J = visible.position_N[first_by_priority(priority_N, visible_B, limits)]
     hidden = predictions.take(order_N[: count_B.sum()], members(count_B))
     return hidden, (moved(np.repeat(slot_B, limits), device), position_J), limits
 
