@@ -232,9 +232,8 @@ class GRPOConfig(TrainingConfig):
         if self.train_sampling_strategy != "random":
             what, remedy = "prompts are sampled in groups, each once per epoch", "Leave it out, or set curriculum"
             raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
-        fixed = fixed_settings(method)
         for field in fields(self):
-            if field.name in fixed and self._is_set(field):
+            if field.name in fixed_settings(method) and self._is_set(field):
                 value = self._default_of(field)
                 what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")

@@ -43,7 +43,7 @@ def setting(
 
 def check_types(args: Any) -> None:
     """Convert fields that were declared by `setting` to their declared types. Raises ConfigError for a value of another type."""
-    hints = _declared_types(type(args))
+    hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
         if "needs" in each.metadata and not each.metadata["choices"]:  # those are words
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
