@@ -394,6 +394,6 @@ class Engine:
         self.running.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
-            for other in self.running:
+            for other in self.running if moved != slot else ():
                 other.slots = [slot if each == moved else each for each in other.slots]
         self.running.sort(key=lambda other: other.slots[0])  # the cache of adjacent slots is read without a copy
