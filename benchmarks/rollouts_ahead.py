@@ -1,6 +1,6 @@
 """Time of a run whose server samples the next rollout while the trainer trains (`max_staleness`), against taking turns.
 
-    python -m benchmarks.rollouts_ahead [--steps 24] [--updates 4] [--rollouts 8] [--rounds 3]
+    python -m benchmarks.rollouts_ahead [--steps 32] [--updates 4] [--rollouts 12] [--rounds 3]
 
 Float32, --hidden 256, --layers 4, vocabulary 8k, bidirectional; diffu-GRPO with a reference; one group of 8 completions of 64 tokens after
 prompts of 64. One server process and one trainer process (this one), of one thread each. Both ways train equally often on equally many
@@ -87,7 +87,7 @@ def trainer_of(model: Path, folder: Path, url: str, options: argparse.Namespace,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in {"hidden": 256, "layers": 4, "steps": 24, "updates": 4, "rollouts": 8, "rounds": 3}.items():
+    for name, value in {"hidden": 256, "layers": 4, "steps": 32, "updates": 4, "rollouts": 12, "rounds": 3}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -273,15 +273,15 @@ def test_a_run_ahead_of_a_real_server_is_that_ahead_of_a_copy(tmp_path):
     assert equal(weights(there.lm), weights(here.lm))
 
 
-def test_an_evaluation_in_between_changes_nothing(tmp_path):
-    made = []
-    for name, more in (("plain", {}), ("evaluated", {"eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1})):
-        server = CopyServer(0.05)
-        shape = {"max_steps": 4, "max_staleness": 1, "dynamic_sampling": 1, "drop_equal_groups": True, "learning_rate": 3e-2}
-        trainer = trainer_of(server, tmp_path / name, reward=low_ids, **shape, **more)
-        trainer.train()
-        made.append(weights(trainer.lm))
-    assert equal(*made)
+def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_an_evaluation_sent_others(tmp_path):
+    def equal_rewards(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    server, shape = CopyServer(0.05), {"max_steps": 4, "max_staleness": 1, "dynamic_sampling": 1, "drop_equal_groups": True}
+    held_out = {"eval_dataset": PAIRS[:1], "eval_strategy": "steps", "eval_steps": 1}
+    trainer_of(server, tmp_path, reward=equal_rewards, **shape, **held_out).train()
+    assert [version for version, keys in server.sampled if len(keys) > 1] == [0, 0, 0, 0, 1, 1, 2, 2]
+    assert [version for version, keys in server.sampled if len(keys) == 1] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("failing", [1, 3])
