@@ -247,7 +247,7 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("grpo", ["grpo-sudoku"], BIDIRECTIONAL, ("training.max_staleness=1",)),
-            "training.rollout.backend and training.max_staleness (command line): only a server can sample while the model trains. Set rollout.",
+            "training.rollout.backend and training.max_staleness (command line): only a server can sample while the model trains",
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("training.masking=diffusion",)),
