@@ -120,6 +120,8 @@ class Method:
             all views is computed first, and then backpropagated one view at a time.
         estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
             token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
+        has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`), which corrects for completions
+            of older weights (`max_staleness`).
         partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
         aggregation: None: `for_attention` sets it.
     """
@@ -127,6 +129,7 @@ class Method:
     name: ClassVar[str]
     separable: ClassVar[bool] = False
     estimator: ClassVar[Estimator] = "token"
+    has_ratio: ClassVar[bool] = False
     partial: ClassVar[bool] = True
 
     advantage: AdvantageKind = "r-mean"
@@ -168,6 +171,8 @@ class DivergenceMethod(Method):
 @dataclass(frozen=True, kw_only=True)
 class ClippedMethod(DivergenceMethod):
     """A method with PPO's clipped surrogate."""
+
+    has_ratio = True
 
     epsilon: float = 0.5
     epsilon_high: float | None = None
