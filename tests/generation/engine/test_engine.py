@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -159,6 +160,19 @@ def test_committing_needs_no_extra_pass(attention, block_size):
         engine.submit(request, config)
     steps = max(trace.forward_passes for _, trace in engine.run())
     assert steps == 24 and engine.num_forward_passes <= steps + 2  # the prompts', of different lengths
+
+
+@pytest.mark.parametrize("guidances", list(itertools.product((0.0, 0.7), repeat=3)))
+def test_some_sequences_are_guided_while_others_draft(guidances):
+    lm = tiny("phi", "block_causal", 4, eos_bias=-9.0)
+    engine, expected = Engine(lm), {}
+    for key, guidance in enumerate(guidances):
+        config = SamplerConfig(max_new_tokens=7, temperature=1.0, guidance=guidance, drafts=0 if guidance else 2, trace=True)
+        requests = make_requests(lm, [[4, 5, 6, 7, 8, 9, 4, 5, 6]], config, [key])
+        expected[engine.submit(requests[0], config)] = naive.complete(lm, requests, config).trace[0]
+    for ticket, trace in engine.run():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])

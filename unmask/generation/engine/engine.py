@@ -224,7 +224,9 @@ class Engine:
         """The predictions of some members, renumbered, with their present slots: these move when others leave."""
         number_B, slot_B = np.full(len(sequences), -1), np.array([sequences[i].slots[0] for i in active])
         number_B[active] = np.arange(len(active))
-        part = predictions.where(keep_N & (number_B[predictions.member_N] >= 0), number_B)
+        member_N = number_B[predictions.member_N]
+        index_J = np.flatnonzero(keep_N & (member_N >= 0))
+        part = predictions.at(index_J[np.argsort(member_N[index_J], kind="stable")], number_B)  # those of drafts came last
         return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
 
     def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
@@ -332,7 +334,7 @@ class Engine:
         index_J = np.flatnonzero(member_N < count)
         member_J, row_B = member_N[index_J], starts([entry.num_predicted for entry in entries])
         row_J = np.where(unconditional_B[member_J] < count, index_J, row_B[unconditional_B[member_J]] + index_J - row_B[member_J])
-        conditional = predictions.where(member_N < count)
+        conditional = predictions.at(index_J)
         weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
         guided_NV = guide(conditional.logits_NV, predictions.logits_NV[moved(row_J, device)], weight_B[moved(member_J, device)][:, None])
         return conditional._replace(logits_NV=guided_NV)
@@ -369,8 +371,7 @@ class Engine:
         position_BW = np.minimum(start_B1 + np.arange((stop_B1 - start_B1).max()), stop_B1 - 1)
         at = moved_together(self.lm.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW)
         end_token_ids = moved(np.array(self.lm.eos_token_ids), self.lm.device)
-        flags = torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan()
-        ended, nan = torch.stack(flags).tolist()
+        ended, nan = torch.stack((torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())).tolist()
         return {sequence for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True) if is_ended or is_nan}
 
     def _finish(self, sequences: list[SequenceState]) -> None:

@@ -44,13 +44,11 @@ class Predictions(NamedTuple):
         ahead_J = np.zeros_like(member_J)
         return Predictions(self.logits_NV[index_J], member_J, self.slot_N[index_J], self.position_N[index_J], ahead_J, quality_J)
 
-    def where(self, keep_N: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
-        """Those that `keep_N` selects, ordered by sequence; `number_B` renumbers their members."""
+    def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
+        """Those at these rows; `number_B` renumbers their members."""
         member_N = self.member_N if number_B is None else number_B[self.member_N]
-        if keep_N.all():
+        if np.array_equal(index_J, np.arange(len(member_N))):
             return self._replace(member_N=member_N)
-        index_J = np.flatnonzero(keep_N)
-        index_J = index_J[np.argsort(member_N[index_J], kind="stable")]  # those of drafts came last
         taken = self.take(moved(index_J, self.position_N.device), member_N[index_J])
         return taken._replace(ahead_N=self.ahead_N[index_J])
 
