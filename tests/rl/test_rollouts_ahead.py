@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -271,6 +272,22 @@ def test_a_run_ahead_of_a_real_server_is_that_ahead_of_a_copy(tmp_path):
     here = trainer_of(CopyServer(), tmp_path / "here", **shape)
     here.train()
     assert equal(weights(there.lm), weights(here.lm))
+
+
+def test_no_process_sends_weights_before_the_server_has_sampled_for_all(tmp_path, monkeypatch):
+    events: list[str] = []
+
+    @contextmanager
+    def together(where):
+        yield
+        events.append("all processes are here")
+
+    collector = trainer_of(CopyServer(), tmp_path, max_staleness=1).collector
+    monkeypatch.setattr("unmask.rl.rollout_collector.failing_together", together)
+    monkeypatch.setattr(collector.backend, "wait", lambda: events.append("waited"))
+    monkeypatch.setattr(collector.backend, "sync", lambda lm, step: events.append("sent"))
+    collector.sync_weights(None, 0)
+    assert events == ["waited", "all processes are here", "sent", "all processes are here"]
 
 
 def test_groups_that_replace_others_come_from_the_weights_of_the_rest_although_an_evaluation_sent_others(tmp_path):

@@ -241,7 +241,7 @@ class DiffusionLM:
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError("the model reads the current block differently from the others", where="hidden_BT", remedy=remedy)
-        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
+        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT)
         logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)

@@ -204,6 +204,9 @@ class RolloutCollector:
         evaluation, for which they always are). All processes wait until it has them."""
         if not self.backend.due(step):
             return
+        if isinstance(self.backend, AheadBackend):
+            with failing_together("rollout"):  # no process sends while the server samples for another one
+                self.backend.wait()
         with self.trainer.phases("sync"), failing_together("rollout"):
             whole = self.args.rollout_config.sync != "lora" and has_adapters(self.lm)
             self.backend.sync(merged(self.lm) if whole else self.lm, updates)

@@ -36,7 +36,7 @@ from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
-from unmask.training.optimizers import keep_on_host, naming_missing_library
+from unmask.training.optimizers import keep_on_host, naming_missing_library, updates_in_backward
 from unmask.training.per_view_backward import PerViewBackward
 from unmask.training.resume.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
 from unmask.training.resume.record import RunRecord
@@ -301,7 +301,7 @@ class DiffusionTrainer(Trainer):
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
         """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients over ranks."""
         loss = loss / items * self.accelerator.num_processes
-        if self.is_deepspeed_enabled:  # it updates the weights within the backward pass
+        if self.is_deepspeed_enabled or updates_in_backward(self.args):  # the numbers of the step are read too late for them
             finite(self, "loss", loss)
         return loss
 

@@ -46,10 +46,13 @@ class AheadBackend:
     def due(self, step: int | None) -> bool:
         return self.backend.due(step)
 
-    def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Send weights when the server has sampled what it was asked for, from those that it has."""
+    def wait(self) -> None:
+        """Wait until the server has sampled what it was asked for, from the weights that it has."""
         if self.asked is not None:
             self.asked.generation.wait()
+
+    def sync(self, lm: DiffusionLM, step: int) -> None:
+        """Send weights. All processes must `wait` before any sends them."""
         self.backend.sync(lm, step)
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 MIN_VERSION = (0, 8, 5)
@@ -22,7 +23,7 @@ MIN_VERSION = (0, 8, 5)
 def installed() -> bool:
     """Whether a version is installed that gives each token its own gradient."""
     try:
-        return tuple(int(part) for part in version("liger-kernel").split(".")[:3]) >= MIN_VERSION
+        return Version(version("liger-kernel")).release >= MIN_VERSION
     except PackageNotFoundError:
         return False
 
