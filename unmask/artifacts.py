@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +141,6 @@ class MetricsLog:
         return records
 
 
-@cache
 def package_version(package: str) -> str | None:
     """The installed version of a package; None if it is not installed."""
     try:

@@ -119,7 +119,6 @@ class BGPO(Method):
 
     name = "bgpo"
     estimator = "bound"
-    has_ratio = True
     dual_clip: float | None = 3.0
     advantage: AdvantageKind = "z-score"
     aggregation: Aggregation | None = "sequence"
