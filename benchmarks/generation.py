@@ -29,8 +29,8 @@ from unmask.config.run import AttentionName
 from unmask.data.characters import character_tokenizer
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry
-from unmask.generation.engine.steps import SequenceState
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, block_start, make_requests
 from unmask.models.diffusion_lm import DiffusionLM

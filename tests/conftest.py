@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
@@ -9,6 +10,7 @@ from collections.abc import Generator
 
 import hypothesis
 import pytest
+import typer.testing
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -20,6 +22,9 @@ pytest_plugins = ["tests.fixtures"]
 
 hypothesis.settings.register_profile("repeatable", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
+
+# A `CliRunner` makes the commands of an app anew for every call, which takes longer than most calls.
+typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from unmask.demo import DemoSettings, small_model
 from unmask.generation.remote.http import HttpClient
@@ -22,6 +23,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "causal"
     small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
     return path
+
+
+@pytest.fixture
+def debugging() -> Iterator[None]:
+    """Of a test of `--debug`, whose checks and messages are for a whole process: they end with the test."""
+    yield
+    torch.autograd.set_detect_anomaly(False)
+    transformers.logging.set_verbosity_warning()
 
 
 @pytest.fixture

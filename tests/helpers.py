@@ -26,6 +26,11 @@ from unmask.sandbox.isolation import probe
 from unmask.tasks import Row, Task
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+GPU = str(torch.accelerator.current_accelerator() or "cuda")
+"""Torch's name of the GPU, or of the device that stands in for it (`tests/other_device.py`)."""
+STOOD_IN = GPU != "cuda"
+needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs the kernels of a GPU")
 
 
 def shared_path(*parts: str) -> pathlib.Path:

@@ -265,11 +265,11 @@ def parse_benchmark(module: str, arguments: list[str]) -> None:
 def give(words: list[str], *, run: bool) -> None:
     """Run a command on small models. Training verbs are rehearsed (`--dry-run`).
 
-    Where that needs a GPU, the hub or hours, the configs are constructed: training verbs print theirs, other verbs do nothing with them.
-    tests/commands/test_recipes.py makes a trainer of every command with recipes.
+    Where that needs a GPU, a server, the hub or hours, the configs are constructed: training verbs print theirs, other verbs do nothing
+    with them. tests/commands/test_recipes.py makes a trainer of every command with recipes.
     """
-    verb, hub = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) for word in words)
-    run &= verb not in PARSED and not hub and not {"--recipe", "--measure-variance", "--device-map", "cuda"} & set(words)
+    verb, elsewhere = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) or SERVER in word for word in words)
+    run &= verb not in PARSED and not elsewhere and not {"--recipe", "--measure-variance", "--device-map", "cuda"} & set(words)
     group = app if run or verb in TRAINING or verb == "sandbox" else verbs_that_do_nothing()
     words = [re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word for before, word in itertools.pairwise(["", *words])]
     if verb in TRAINING:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ class MetricsLog:
         return records
 
 
+@cache
 def package_version(package: str) -> str | None:
     """The installed version of a package; None if it is not installed."""
     try:

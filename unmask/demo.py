@@ -62,17 +62,17 @@ class DemoSettings:
 
     rows: int = 20_000
     test_rows: int = 800
-    text_mistakes: float = 0.4
-    mistakes: float = 0.46
+    text_mistakes: float = 0.5
+    mistakes: float = 0.465
     hidden: int = 128
     layers: int = 4
     batch: int = 128
     pretrain: int = 280
     convert: int = 360
     sft: int = 140
-    dpo: int = 20
+    dpo: int = 30
     grpo: int = 45
-    seconds: tuple[tuple[str, float], ...] = (("pretrain", 70), ("convert", 120), ("sft", 36), ("dpo", 28), ("grpo", 70))
+    seconds: tuple[tuple[str, float], ...] = (("pretrain", 70), ("convert", 120), ("sft", 36), ("dpo", 42), ("grpo", 70))
 
 
 class Demo:
@@ -132,7 +132,7 @@ class Demo:
         rng = random.Random(self.seed + 3)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
-        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=4e-6, canvas_length=self.task.max_completion)
+        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
         DPOTrainer(self.lm, args, pairs, progress=phase).train()
 
@@ -203,7 +203,7 @@ def report_of(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     """The report of a finished demonstration."""
     notes = Notes(
         lines=[
-            f"Answers with a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
+            f"Answers with a mistake: {demo.settings.text_mistakes:.1%} in the text, {demo.settings.mistakes:.1%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ]
     )

@@ -441,9 +441,11 @@ def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
     one, many = printed["plans"].values()
     assert one["limit"] == many["limit"] == 2e9 and one["fits"] and one["peak"] <= 2e9 and one["seconds"] > 0
     assert many["devices"] == many["workload"]["shards"] == 16
+    assert one["bound"] in ("memory", "launches") and one["launches"] > 100 and one["reads"] > 0
+    assert [time["bound"] for time in printed["generation"]["h100-80gb"].values()] == ["launches"] * 3
 
     table = run(*command, "--hardware", "h100-80gb", "--batch-size", "3")
-    assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout
+    assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout and "compile, or larger batches" in " ".join(table.stdout.split())
 
 
 def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
@@ -173,21 +172,21 @@ def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_pa
 
 
 @pytest.mark.slow
-def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path):
+def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path, debugging):
     output = tmp_path / "run"
-    try:
-        result = unmask("convert", "--model", model, "--data", text, "--output", output, "--debug", "training.use_cpu=true")
-        assert torch.is_anomaly_enabled()
-    finally:
-        torch.autograd.set_detect_anomaly(False)
-        transformers.logging.set_verbosity_warning()
+    result = unmask("convert", "--model", model, "--data", text, "--output", output, "--debug", "training.use_cpu=true")
+    assert torch.is_anomaly_enabled()
     assert result.exit_code == 0, result.output
     lines = [line for line in MetricsLog(output / "training_logs.json").read() if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, 11)) and all("memory_gb" in line for line in lines)
 
 
-def test_debug_shows_the_traceback(tmp_path):
+@pytest.mark.slow
+def test_a_step_is_rehearsed_with_checks(model, text, tmp_path, debugging):
+    result = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path, "--debug", "--dry-run", "training.use_cpu=true")
+    assert result.exit_code == 0, result.output
+
+
+def test_debug_shows_the_traceback(tmp_path, debugging):
     result = CliRunner().invoke(app, ["sft", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "run"), "--debug"])
-    torch.autograd.set_detect_anomaly(False)
-    transformers.logging.set_verbosity_warning()
     assert isinstance(result.exception, UnmaskError)

@@ -246,6 +246,10 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
             "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe a40-48gb-x3): a reference cannot follow",
         ),
         (
+            *("grpo", ["grpo-sudoku"], BIDIRECTIONAL, ("training.max_staleness=1",)),
+            "training.rollout.backend and training.max_staleness (command line): only a server can sample while the model trains",
+        ),
+        (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("training.masking=diffusion",)),
             "model.path (command line) and training.masking (command line): a causal model's likelihood is exact",
         ),

@@ -1,34 +1,45 @@
-"""On a GPU: the tokens of the sampler are those of a CPU, and its noise has the same bits."""
+"""On a GPU: tokens, likelihoods and the bits of noise are those of a CPU."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import unmask
 from tests.generation.test_sampler import assert_same
+from tests.generation.test_variable_length import tiny as with_length_tokens
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
+from tests.helpers import GPU, needs_gpu
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.generation import sampler
 from unmask.models.diffusion_lm import DiffusionLM
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = needs_gpu
+PROMPTS = [[4, 5, 6], [7] * 5]
 
 
 # GPT-2 has no rotary embeddings, whose sines and cosines are of float32 and differ between devices in their last bits.
 
 
+def there(lm: DiffusionLM) -> DiffusionLM:
+    copy = lm.frozen_copy()
+    copy.model.to(GPU)
+    assert copy.device.type == GPU
+    return copy
+
+
 @cache
 def on_gpu(*pattern: str | int | bool | None) -> DiffusionLM:
-    lm = tiny("gpt2", *pattern).frozen_copy()
-    lm.model.to("cuda")
-    return lm
+    return there(tiny("gpt2", *pattern))
 
 
+@pytest.mark.slow
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
 @settings(max_examples=8)
@@ -39,20 +50,99 @@ def test_any_settings_give_the_tokens_of_a_cpu(attention, block_size, logit_shif
     assert_same(sampler.generate(on_gpu(*pattern), prompts, config), sampler.generate(tiny("gpt2", *pattern), prompts, config))
 
 
+EACH: dict[str, dict[str, Any]] = {
+    **{policy: {"policy": policy, "steps": 4} for policy in ("confidence", "margin", "entropy", "random", "left_to_right")},
+    "threshold": {"threshold": 0.2},
+    "factor": {"factor": 0.5},
+    "entropy bound": {"policy": "entropy", "entropy_bound": 2.0},
+    "remask": {"remask": 0.3, "steps": 6},
+    "revise": {"revise": {"eta": 0.5}, "steps": 6},
+    "guidance": {"guidance": 0.7},
+    "filters": {"top_k": 4, "top_p": 0.9, "repetition_penalty": 1.3, "forbidden_tokens": [3]},
+    "prefix cache": {"cache": "prefix"},
+    "dual cache": {"cache": "dual"},
+}
+"""One setting at a time."""
+
+
+@pytest.mark.parametrize("each", EACH)
+@pytest.mark.parametrize(
+    "attention, block_size, temperature",
+    [("block_causal", 4, 1.0), pytest.param("bidirectional", None, 0.0, marks=pytest.mark.slow)],
+)
+def test_each_setting_gives_the_tokens_of_a_cpu(attention, block_size, temperature, each):
+    config = SamplerConfig(max_new_tokens=8, block_size=4, temperature=temperature, stop_at_eos=False, trace=True, **EACH[each])
+    if config.cache != "exact" and attention != "bidirectional":
+        pytest.skip("models by blocks have their own cache")
+    pattern = (attention, block_size)
+    assert_same(sampler.generate(on_gpu(*pattern), PROMPTS, config), sampler.generate(tiny("gpt2", *pattern), PROMPTS, config))
+
+
+CHOSEN = {
+    "a regex": {"constraint": {"regex": "[abc]{3}d*"}, "temperature": 1.0},
+    "a choice": {"constraint": {"choice": ["aba", "d"]}},
+    "filtered": {"constraint": {"regex": "[abc]{3}d*"}, "temperature": 0.7, "top_k": 3, "top_p": 0.9},
+    "best": {"repetition_penalty": 1.3},
+    "revised": {"revise": {"eta": 0.5}, "block_size": None},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", CHOSEN)
 @every_pattern
+def test_what_must_fit_gives_the_same_tokens(attention, block_size, chosen):
+    if chosen == "revised" and (attention == "causal" or block_size == 1):
+        pytest.skip("blocks of one token have nothing to hide")
+    config, lm = SamplerConfig(max_new_tokens=6, trace=True, **CHOSEN[chosen]), tiny("gpt2", attention, block_size)
+    found = sampler.generate(there(lm), PROMPTS, config)
+    # Where only one token fits, rounding decides which position is revealed first.
+    assert found.tokens == sampler.generate(lm, PROMPTS, config).tokens
+
+
 @pytest.mark.parametrize("constraint", [{"regex": "[abc]{3}d*"}, {"choice": ["aba", "d"]}])
-def test_constraints_give_the_tokens_of_a_cpu(attention, block_size, constraint):
-    config = SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint)
-    found, expected = (
-        sampler.generate(lm, [[4, 5, 6], [7] * 5], config)
-        for lm in (on_gpu(attention, block_size, None), tiny("gpt2", attention, block_size))
-    )
-    assert found.tokens == expected.tokens
+def test_constraints_give_the_tokens_of_a_cpu(constraint):
+    config, pattern = SamplerConfig(max_new_tokens=6, temperature=1.0, constraint=constraint), ("block_causal", 4)
+    assert sampler.generate(on_gpu(*pattern), PROMPTS, config).tokens == sampler.generate(tiny("gpt2", *pattern), PROMPTS, config).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("verified", "candidates"), [(False, 1), (True, 1), pytest.param(True, 3, marks=pytest.mark.slow)])
+def test_drafts_that_are_verified_give_the_same_tokens(temperature, verified, candidates):
+    lm = tiny("gpt2", "block_causal", 4, True, causal_context=True)
+    settings = {"max_new_tokens": 8, "temperature": temperature, "candidates": candidates, "stop_at_eos": False}
+    config = SamplerConfig(mode="self-speculative", **settings)
+    found = sampler.generate(there(lm), PROMPTS, config, verifier=there(tiny("gpt2")) if verified else None)
+    assert found.tokens == sampler.generate(lm, PROMPTS, config, verifier=tiny("gpt2") if verified else None).tokens
+
+
+def test_gaps_are_found_and_filled_as_on_a_cpu():
+    lm, config = tiny("gpt2", "bidirectional"), SamplerConfig(temperature=1.0)
+    texts = [[[4, 5, 6], [7, 4]], [[5, 5], [6, 7, 4, 5]]]
+    found = unmask.infill(there(lm), texts, config, length="auto", max_gap=4)
+    assert found.tokens == unmask.infill(lm, texts, config, length="auto", max_gap=4).tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_model_that_finds_the_lengths_fills_gaps_as_on_a_cpu(temperature):
+    lm, config = with_length_tokens(expand=2.0, delete=1.0, family="gpt2"), SamplerConfig(temperature=temperature, tokens_per_step=2)
+    texts = [[[1, 4, 5, 6], [7, 4]], [[1, 5, 5], [6, 7], [4, 5]]]
+    found = unmask.infill(there(lm), texts, config, length="auto", max_gap=6)
+    expected = unmask.infill(lm, texts, config, length="auto", max_gap=6)
+    assert found.tokens == expected.tokens and found.gaps == expected.gaps
+
+
+@pytest.mark.slow
+@every_pattern
+def test_likelihoods_are_those_of_a_cpu(attention, block_size):
+    lm = tiny("gpt2", attention, block_size)
+    estimator = "exact" if lm.autoregressive else "elbo"
+    found = unmask.log_likelihood(there(lm), PROMPTS, PROMPTS[::-1], estimator=estimator)
+    assert found.tolist() == pytest.approx(unmask.log_likelihood(lm, PROMPTS, PROMPTS[::-1], estimator=estimator).tolist(), abs=1e-9)
 
 
 def test_noise_has_the_same_bits():
     key_B1, position_T = torch.arange(5)[:, None] * 0x1234567890ABCDE, torch.arange(300)
     here, there = (
-        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=Stream.TOKEN).cpu() for device in ("cpu", "cuda")
+        uniform(3, key_B1.to(device), position=position_T.to(device), step=2, stream=Stream.TOKEN).cpu() for device in ("cpu", GPU)
     )
     assert torch.equal(here, there)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.planning.test_cost_model import BFLOAT16, GPU, NETWORK, estimate, machine, workloads
 from unmask.planning.cost_model import Workload, peak_memory
-from unmask.planning.estimates import estimate_step, largest_batch
+from unmask.planning.estimates import largest_batch
 
 
 @given(workloads, st.floats(1e9, 1e12))
@@ -31,7 +31,7 @@ def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: 
 def test_advice_is_the_least_change_that_fits() -> None:
     roomy = dataclasses.replace(NETWORK, saved_per_row=4_000_000_000)
     work = Workload(sequence_length=512, precision="mixed")
-    needed = {gb: estimate_step(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
+    needed = {gb: estimate(work, machine(max_memory_gb=gb), network=roomy).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
     assert needed == {
         13: "",
         11: "checkpointing",
@@ -46,8 +46,8 @@ def test_advice_is_the_least_change_that_fits() -> None:
 
 def test_what_is_on_already_is_no_advice() -> None:
     on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimizer="adamw_8bit", lora_rank=8)
-    advice = {gb: estimate_step(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
-    quantised = estimate_step(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
+    advice = {gb: estimate(on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
+    quantised = estimate(dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
     assert "LoRA" not in quantised
     assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])  # no adapters on shards

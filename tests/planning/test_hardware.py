@@ -176,7 +176,10 @@ def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepE
     assert split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
     assert (split.devices, split.workload.split) == (1, 2) and "split over 2" in split.describe(name)["with"]
     batch = split.workload.batch
-    large, small = (estimate_step(three_billion.network, replace(split.workload, split=1), one, batch=batch).seconds for one in alone(name))
+    large, small = (
+        estimate_step(three_billion.network, three_billion.costs, replace(split.workload, split=1), one, batch=batch).seconds
+        for one in alone(name)
+    )
     assert large < split.seconds < small
 
 
@@ -192,6 +195,24 @@ def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     estimate = estimator().estimate(HardwareRecipe.read("cpu"))
     assert (estimate.limit, estimate.seconds) == (7 * MARGIN * 1e9, 12.5)
     assert estimator().estimate(HardwareRecipe.read("cpu", max_memory_gb=0.1)).advice
+
+
+@pytest.mark.parametrize(("seconds", "bound"), [(12.5, "arithmetic"), (0.001, "launches")])
+def test_a_step_on_the_cpu_is_bound_by_its_operations_if_they_take_half_of_it(
+    seconds: float, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: seconds)
+    estimate = estimator().estimate(HardwareRecipe.read("cpu"), batch=1)
+    assert estimate.bound == estimate.describe("cpu")["bound by"] == bound
+    assert estimate.launches > 100 and estimate.reads > 0
+
+
+def test_a_tiny_model_waits_for_launches_on_a_gpu_and_has_no_figures_for_generation_on_a_cpu() -> None:
+    tiny, gpu = estimator(), HardwareRecipe.read("h100-80gb")
+    assert tiny.estimate(gpu, batch=1).bound == "launches"
+    assert {batch: time.bound for batch, time in tiny.generation(gpu).items()} == dict.fromkeys(hardware.GENERATION_BATCHES, "launches")
+    assert tiny.generation(gpu)[1].describe().endswith(", launches")
+    assert tiny.generation(HardwareRecipe.read("cpu")) == {}
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

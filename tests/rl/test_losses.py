@@ -115,6 +115,12 @@ def test_groups_are_kept_whole_by_their_mean_and_their_spread(groups, low, width
     assert kept_groups(*flat(groups), low, low + width, spread=spread).tolist() == expected
 
 
+def test_a_mean_that_equals_a_bound_is_kept_however_both_are_rounded():
+    reward_B = torch.tensor([1.0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 1, 1])
+    kept_B = kept_groups(reward_B, torch.arange(3).repeat_interleave(5), 0.2, 0.8, spread=False)
+    assert kept_B.tolist() == [True] * 10 + [False] * 5
+
+
 def test_what_is_nearly_too_long_loses_up_to_one():
     length_B = torch.tensor([0.0, 70.0, 80.0, 85.0, 90.0, 99.0, 100.0, 101.0, 500.0])
     assert overlong_penalty(length_B, 100, 20).tolist() == pytest.approx([0, 0, 0, -0.25, -0.5, -0.95, -1, -1, -1])

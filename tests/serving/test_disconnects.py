@@ -9,7 +9,7 @@ import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,12 +41,10 @@ RESET = struct.pack("ii", 1, 0)
 
 
 @pytest.fixture(autouse=True)
-def _only_new_objects() -> Iterator[None]:
-    """Objects of imported modules are not looked at again and again."""
+def _only_new_objects(quick: None) -> None:
+    """Objects of imported modules are not looked at again and again; `quick` unfreezes them."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 async def leave(url: str, draw: random.Random) -> None:

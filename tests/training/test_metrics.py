@@ -18,3 +18,18 @@ def test_weights_that_are_not_finite_are_told_from_a_rate_that_is_too_high(tmp_p
         trainer.lm.model.model.norm.weight[0] = torch.nan
     with pytest.raises(TrainingError, match=r"the loss is nan, because weights are not finite \(.*norm.weight\). Resume from a checkpoint"):
         finite(trainer, "loss", torch.tensor(torch.nan))
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient norm"])
+def test_a_step_whose_numbers_are_not_finite_changes_no_weights(what, tmp_path):
+    """Though they are read only after the backward passes of all its micro-batches."""
+    trainer = make("sft", tmp_path, gradient_accumulation_steps=2)
+    before = [weight.clone() for weight in trainer.lm.model.parameters()]
+    if what == "loss":
+        micro_loss, calls = trainer.micro_loss, iter([torch.nan, 1.0])
+        trainer.micro_loss = lambda lm, batch: micro_loss(lm, batch) * next(calls)
+    else:
+        trainer.lm.model.model.norm.weight.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(TrainingError, match=f"the {what} is (nan|inf), although all weights are finite"):
+        trainer.train()
+    assert all(torch.equal(weight, old) for weight, old in zip(trainer.lm.model.parameters(), before, strict=True))

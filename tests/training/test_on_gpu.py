@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import GPU, STOOD_IN, needs_cuda, needs_gpu
 from tests.training.tiny_runs import TEXTS, equal, low_ids, make, moved, settings, tiny, weights, wide
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
@@ -19,7 +20,7 @@ from unmask.rl.methods import METHODS
 from unmask.training.run_log import LOG_NAME
 from unmask.training.trainer import DiffusionTrainer
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = needs_gpu
 
 VERBS: dict[str, dict[str, Any]] = {"pretrain": {}, "sft": {}, "dpo": {}, "kto": {}, "convert": {}}
 for NAME, METHOD in METHODS.items():
@@ -42,20 +43,26 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+QUICK_VERBS = ("sft", "dpo", "grpo: diffu-grpo")
+
+
+@pytest.mark.parametrize("verb", [verb if verb in QUICK_VERBS else pytest.param(verb, marks=pytest.mark.slow) for verb in VERBS])
 def test_it_learns_as_on_a_cpu(verb, tmp_path):
     runs = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", GPU):
         made = trainer(verb, tmp_path / device, use_cpu=device == "cpu", max_steps=3)
         made.train()
         assert made.lm.device.type == device
         runs.append((losses(tmp_path / device), {name: weight.cpu() for name, weight in weights(made.lm).items()}))
+    if STOOD_IN:  # which computes with a CPU
+        assert runs[1][0] == runs[0][0] and equal(runs[1][1], runs[0][1])
     assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-3, abs=1e-5) and len(runs[0][0]) == 3
     for name, weight in runs[0][1].items():  # Adam's first steps have the size of the rate, whatever the gradient: rounding can turn a few
         close = torch.isclose(runs[1][1][name], weight, rtol=0, atol=1e-4).float().mean()
         assert close > 0.97, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "convert", "grpo: diffu-grpo", "grpo: cj-grpo"])
 def test_a_resumed_run_ends_as_the_whole_one(verb, tmp_path):
     saving: dict[str, Any] = {"use_cpu": False, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -81,10 +88,13 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "log_memory_usage": {"log_memory_usage": True},
     "worker": {"dataloader_num_workers": 1},
 }
+OF_A_GPU = {"bf16", "fp16", "compiled", "FlashAttention", "tf32"}  # no other device has them
+every_switch = pytest.mark.parametrize("switch", [pytest.param(name, marks=[needs_cuda] if name in OF_A_GPU else []) for name in SWITCHES])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["sft", "dpo"])  # in reinforcement learning other rounding samples other tokens
-@pytest.mark.parametrize("switch", SWITCHES)
+@every_switch
 def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
     """That it takes effect is tested in `test_hardware_checks.py`."""
     runs = []
@@ -95,12 +105,14 @@ def test_a_switch_changes_the_loss_by_rounding_alone(verb, switch, tmp_path):
     assert len(runs[1]) == 3 and runs[1] == pytest.approx(runs[0], rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.slow
+@every_switch
 def test_reinforcement_learning_goes_on_with_a_switch(switch, tmp_path):
     trainer("grpo: diffu-grpo", tmp_path, moved(wide()), use_cpu=False, max_steps=3, **SWITCHES[switch]).train()
     assert len(losses(tmp_path)) == 3
 
 
+@needs_cuda
 @needs_bitsandbytes
 @pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
 def test_optimizers_of_bitsandbytes_train(optim, tmp_path):
@@ -110,6 +122,7 @@ def test_optimizers_of_bitsandbytes_train(optim, tmp_path):
     assert not equal({name: weight.cpu() for name, weight in weights(lm).items()}, before)
 
 
+@needs_cuda
 @needs_torchao
 def test_bfloat16_weights_move(tmp_path):
     lm = wide()

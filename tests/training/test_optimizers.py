@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.training.tiny_runs import QUICK, equal, make, prepared, tiny, unmask, weights, wide
 from unmask.data.characters import character_tokenizer
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, TrainingError
 from unmask.models.load import make_diffusion
 from unmask.supervised.sft import SFTConfig
 from unmask.training.optimizers import check_offload
@@ -25,6 +25,17 @@ from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # bitsandbytes and inductor use it
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+
+
+def test_a_loss_is_read_before_the_backward_pass_if_that_updates_weights(tmp_path):
+    trainer, nan = make("sft", tmp_path), torch.tensor(torch.nan)
+    for name in ("adamw_torch", "galore_adamw"):
+        trainer.args.optim = name
+        assert trainer.per_item(nan, 1).isnan()
+    for name in ("lomo", "adalomo", "galore_adamw_layerwise", "apollo_adamw_layerwise"):
+        trainer.args.optim = name
+        with pytest.raises(TrainingError, match="the loss is nan"):
+            trainer.per_item(nan, 1)
 
 
 def losses(trainer: DiffusionTrainer) -> list[float]:

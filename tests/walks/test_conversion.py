@@ -154,7 +154,7 @@ def test_adapters_where_the_card_is_small(project):
 
 
 @pytest.mark.slow
-def test_debugging_makes_few_steps_with_checks(project):
+def test_debugging_makes_few_steps_with_checks(project, debugging):
     walk("convert", *project, "--output", "out", "--debug", "training.max_steps=3")
     assert Path("out/model").exists()
 

@@ -175,10 +175,11 @@ def inspect(
     measure: Annotated[bool, typer.Option("--measure", help="Also time steps here, of at most 4 rows unless --batch-size is set.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Describe a model, what conversion would change, and the memory and time of a training step on each machine. Does not read the
-    weights."""
+    """Describe a model, what conversion would change, and on each machine the memory and time of a training step, the time of a pass of
+    generation, and what bounds both. Does not read the weights."""
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
+    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
+    from unmask.planning.step_time import BOUNDS
 
     dtype = None if model.dtype == "float32" else model.dtype  # None: as in the recipe
     recipes = [HardwareRecipe.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or hardware_recipe_names()]
@@ -190,18 +191,27 @@ def inspect(
     for recipe in to_measure:
         estimator.device_to_measure(recipe)  # first: estimates for the CPU take seconds
     estimates = {recipe.name: estimator.estimate(recipe, batch_size) for recipe in recipes}
+    generation = {recipe.name: times for recipe in recipes if (times := estimator.generation(recipe))}
     measured = {}
     for recipe in to_measure:
         rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
         measured[recipe.name] = estimator.compare(recipe, rows)
     if as_json:
         estimate_dicts = {name: estimate.to_dict() for name, estimate in estimates.items()}
-        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": estimate_dicts, "measured": measured}))
+        passes = {name: {batch: time.to_dict() for batch, time in times.items()} for name, times in generation.items()}
+        found = {"plans": estimate_dicts, "generation": passes, "measured": measured}
+        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes} | found))
         return
     show_table(facts.items(), title=model.path)
     show_table(changes.items(), title="what conversion would change")
     lines = [estimate.describe(name) for name, estimate in estimates.items()]
     show_table([line.values() for line in lines], title=f"a training step: {estimator.work.describe()}", head=lines[0])
+    if generation:
+        title = f"ms of a pass of generation, by batch: {estimator.work.sequence_length} tokens, bfloat16 weights, temperature 0"
+        head = ["hardware", *map(str, GENERATION_BATCHES)]
+        show_table([[name, *(time.describe() for time in times.values())] for name, times in generation.items()], title=title, head=head)
+    bounds = {estimate.bound for estimate in estimates.values()} | {time.bound for times in generation.values() for time in times.values()}
+    show_table([(bound, words) for bound, words in BOUNDS.items() if bound in bounds], title="what bounds them, and what helps")
     for name, figures in measured.items():
         show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import typing
@@ -348,12 +349,16 @@ def checked(value: Any, annotation: Any, where: str) -> Any:
         ConfigError: it has another type; the error names `where`.
     """
     try:
-        adapter = pydantic.TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-        return adapter.validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1
+        return _adapter(annotation).validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1
     except pydantic.errors.PydanticUserError:  # pydantic cannot check this annotation; the dataclass must
         return value
     except pydantic.ValidationError as error:
         raise refused(error.errors(), value, where) from None
+
+
+@functools.cache
+def _adapter(annotation: Any) -> pydantic.TypeAdapter[Any]:
+    return pydantic.TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
 
 
 def _mentions(message: str, word: str) -> bool:

@@ -16,7 +16,7 @@ from unmask.diffusion.log_probs import forward_inputs
 from unmask.diffusion.views import Views
 from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.hooks import head
+from unmask.models.hooks.head import Reduction
 
 MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
@@ -74,17 +74,16 @@ def predictions(
     teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, target_BT: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden states [U, D]."""
-    log_probs, tokens = [], []
-    rows_per_pass = max(1, head.logits_at_once(ids_BT.device) // (ids_BT.shape[1] * teacher.config.vocab_size))
+    inputs = teacher.noised_inputs(ids_BT, document_BT, target_BT)
     with teacher.capturing() as hidden_states:
-        for first in range(0, len(ids_BT), rows_per_pass):
-            chunk = slice(first, first + rows_per_pass)
-            chunk_document_BT = None if document_BT is None else document_BT[chunk]
-            logits_UV = teacher.forward(teacher.noised_inputs(ids_BT[chunk], chunk_document_BT, target_BT[chunk]))
-            top = logits_UV.log_softmax(-1).topk(min(top_k, logits_UV.shape[1] - 1), dim=-1)  # without the mask token
-            log_probs.append(top.values)
-            tokens.append(top.indices)
-    return torch.cat(log_probs), torch.cat(tokens), torch.cat(hidden_states)
+        log_p_UK, token_UK = teacher.reduced(inputs, Reduction(most_probable, setting=top_k))
+    return log_p_UK, token_UK, hidden_states[0]
+
+
+def most_probable(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The log-probabilities of the most probable tokens, and the tokens, [N, K] each; the mask token is never among them."""
+    top = logits_NV.log_softmax(-1).topk(min(top_k, logits_NV.shape[1] - 1), dim=-1)
+    return top.values, top.indices
 
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:

@@ -5,16 +5,20 @@ Shapes: B batch, M views, T tokens, N target rows, R rows of a pass (B * M).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Views
-from unmask.models.attention import Layout, segments
+from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
+Pattern = tuple[Layout, AttentionMask]
 COPIES_AT_ONCE = 3
 """Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
 
@@ -38,29 +42,74 @@ def view_log_probs(
         parts = [(lm, noised)] if noised.count else []
         parts.append((lm.as_causal(), replace(causal, causal=False)))
         return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in parts], 1)
-    batch, count, length = views.hidden_BMT.shape
-    number_BMT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
-    places, log_probs = [], []
-    for rows, copies in passes(lm, batch, count - views.causal, chunk):
-        target_BMT, clean_BT = views.target_BMT[rows, copies], ids_BT[rows]
-        causal_target_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
-        # With gradients no pass is left out, even for a loss of 0: all ranks must make the same passes.
-        if not (target_BMT.any() or causal_target_BT is not None or torch.is_grad_enabled()):
-            continue
-        padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
-        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BMT[rows, copies], target_BMT, causal_target_BT)
-        target_N, place_N = clean_BT[:, None].expand_as(target_BMT)[target_BMT], number_BMT[rows, copies][target_BMT]
-        if causal_target_BT is not None:
-            target_N, place_N = (
-                torch.cat([target_N, clean_BT[causal_target_BT]]),
-                torch.cat([place_N, number_BMT[rows, -1][causal_target_BT]]),
-            )
-        log_probs.append(lm.log_probs(inputs, target_N, temperature))
-        places.append(place_N)
-    out_BMT = torch.zeros(batch, count, length, dtype=lm.log_prob_dtype, device=ids_BT.device)
-    if not log_probs:
-        return out_BMT
-    return out_BMT.flatten().index_put((torch.cat(places),), torch.cat(log_probs)).view_as(out_BMT)
+    return ViewPasses(lm, ids_BT, attention_mask_BT, views, temperature=temperature).all_log_probs(chunk)
+
+
+class Targets(NamedTuple):
+    """The targets of a pass, the noised ones in row-major order, then the causal ones, as flat indices."""
+
+    place_N: Tensor  # into [B, M, T], of all views
+    token_N: Tensor  # into the pass's [B, T] clean tokens
+    noised_N: Tensor  # into the pass's [B, M, T], without the causal ones
+
+
+class ViewPasses:
+    """The forward passes over the views of a batch: those over the same rows share a mask, and the host waits once to know all targets.
+    Arguments as for `view_log_probs`; a causal view is in the pass of the first copies."""
+
+    def __init__(self, lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0):
+        self.lm, self.ids_BT, self.attention_mask_BT, self.views, self.temperature = lm, ids_BT, attention_mask_BT, views, temperature
+        self._patterns: dict[tuple[int, int, int], Pattern] = {}
+
+    def all_log_probs(self, chunk: int | None) -> Tensor:
+        """Log-probabilities [B, M, T] of all views, with at most `chunk` noised rows together."""
+        target_BMT, places, log_probs = self.views.target_on_host, list[Tensor](), list[Tensor]()
+        batch, count, _ = target_BMT.shape
+        for rows, copies in passes(self.lm, batch, count - self.views.causal, chunk):
+            causal = self.views.causal and copies.start == 0
+            # With gradients no pass is left out, even for a loss of 0: all ranks must make the same passes.
+            if causal or torch.is_grad_enabled() or target_BMT[rows, copies].any():
+                targets = self._targets(rows, copies, causal=causal)
+                places.append(targets.place_N)
+                log_probs.append(self._log_probs(rows, copies, targets))
+        return self._filled(target_BMT.shape, places, log_probs)
+
+    def log_probs(self, rows: slice, copies: slice) -> Tensor:
+        """Log-probabilities [B, M, T] of some copies of some rows, none of them causal, in one pass."""
+        targets = self._targets(rows, copies, causal=False)
+        return self._filled(self.views.target_on_host[rows, copies].shape, [targets.noised_N], [self._log_probs(rows, copies, targets)])
+
+    def _log_probs(self, rows: slice, copies: slice, targets: Targets) -> Tensor:
+        ids_BT, hidden_BMT = self._part(self.ids_BT, rows), self._part(self.views.hidden_BMT, rows)[:, copies]
+        padding_BT, causal_N = self._part(self.attention_mask_BT, rows), targets.token_N[len(targets.noised_N) :]
+        key = (rows.start, rows.stop, hidden_BMT.shape[1])
+        if key not in self._patterns:
+            self._patterns[key] = attention_pattern(self.lm, ids_BT, padding_BT, hidden_BMT.shape[1])
+        causal_target_N = causal_N if len(causal_N) else None
+        inputs = forward_inputs(self.lm, ids_BT, padding_BT, hidden_BMT, targets.noised_N, causal_target_N, self._patterns[key])
+        return self.lm.log_probs(inputs, ids_BT.take(targets.token_N), self.temperature)
+
+    def _part(self, each: Any, rows: slice) -> Any:
+        return each if each is None or (rows.start == 0 and rows.stop >= len(each)) else each[rows]
+
+    def _targets(self, rows: slice, copies: slice, *, causal: bool) -> Targets:
+        target_BMT = self.views.target_on_host
+        _, count, length = target_BMT.shape
+        row_N, copy_N, column_N = target_BMT[rows, copies].nonzero()
+        noised_N = (row_N * target_BMT[rows, copies].shape[1] + copy_N) * length + column_N
+        row_C, column_C = target_BMT[rows, -1].nonzero() if causal else (noised_N[:0], noised_N[:0])
+        row_N, copy_N = np.concatenate([row_N, row_C]), np.concatenate([copies.start + copy_N, np.full_like(row_C, count - 1)])
+        column_N = np.concatenate([column_N, column_C])
+        places = ((rows.start + row_N) * count + copy_N) * length + column_N, row_N * length + column_N, noised_N
+        joined = torch.from_numpy(np.concatenate(places)).to(self.ids_BT.device, non_blocking=True)
+        return Targets(*joined.split([len(each) for each in places]))
+
+    def _filled(self, shape: tuple[int, ...], places: list[Tensor], log_probs: list[Tensor]) -> Tensor:
+        """A tensor of zeros, but for these log-probabilities at these places."""
+        out_N = torch.zeros(math.prod(shape), dtype=self.lm.log_prob_dtype, device=self.ids_BT.device)
+        if places:
+            out_N = out_N.index_put((torch.cat(places),), torch.cat(log_probs))
+        return out_N.view(shape)
 
 
 def forward_inputs(
@@ -70,17 +119,35 @@ def forward_inputs(
     hidden_BMT: Tensor,
     target_BMT: Tensor,
     causal_target_BT: Tensor | None = None,
+    pattern: Pattern | None = None,
 ) -> ForwardInputs:
-    """The inputs with which a model predicts the targets from the visible tokens (and, by blocks, the clean past)."""
+    """The inputs with which a model predicts the targets (boolean, or flat indices) from the visible tokens (and, by blocks, the clean
+    past). `pattern`: the `attention_pattern` of these arguments, if it is known."""
     copies = hidden_BMT.shape[1]
-    if not (lm.autoregressive or lm.attention == "bidirectional"):
-        return lm.stacked_inputs(clean_BT, hidden_BMT, attention_mask_BT, target_BMT, causal_target_BT)
-    hidden_RT, target_RT = hidden_BMT.flatten(0, 1), target_BMT.flatten(0, 1)
-    clean_RT = clean_BT.repeat_interleave(copies, 0)
-    padding_RT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(copies, 0)
+    pattern = pattern or attention_pattern(lm, clean_BT, attention_mask_BT, copies)
+    if _stacks_copies(lm):
+        return lm.stacked_inputs(clean_BT, hidden_BMT, None, target_BMT, causal_target_BT, known=pattern)
+    clean_RT = _repeated(clean_BT, copies)
     if lm.autoregressive:
-        return lm.noised_inputs(clean_RT, padding_RT, target_RT)
-    return lm.noised_inputs(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, target_RT, hidden_RT)
+        return lm.noised_inputs(clean_RT, None, target_BMT, known=pattern)
+    hidden_RT = hidden_BMT.flatten(0, 1)
+    return lm.noised_inputs(torch.where(hidden_RT, lm.mask_token_id, clean_RT), None, target_BMT, hidden_RT, known=pattern)
+
+
+def attention_pattern(lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, copies: int) -> Pattern:
+    """The layout and mask of a pass over this number of copies of each row."""
+    if _stacks_copies(lm):
+        return lm.layout_and_mask(clean_BT, attention_mask_BT, copies)
+    return lm.layout_and_mask(_repeated(clean_BT, copies), None if attention_mask_BT is None else _repeated(attention_mask_BT, copies))
+
+
+def _stacks_copies(lm: DiffusionLM) -> bool:
+    """Whether the copies of a row stand beside its clean tokens."""
+    return not (lm.autoregressive or lm.attention == "bidirectional")
+
+
+def _repeated(rows_BT: Tensor, copies: int) -> Tensor:
+    return rows_BT if copies == 1 else rows_BT.repeat_interleave(copies, 0)
 
 
 def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -59,29 +60,34 @@ def uniform(
     """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another. `key`: int64, of `sequence_keys` or ids of
     samples; `step`, `position` and `view` are below 2**32."""
     mixed = key ^ _splitmix64(seed)
-    words = [torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in (position, step, int(stream), view)]
-    mixed, *words = torch.broadcast_tensors(mixed, *words)
-    out = philox((mixed & WORD, (mixed >> 32) & WORD), words)
+    words = [
+        word.to(key.device, torch.int64) if isinstance(word, Tensor) else torch.full((), word, device=key.device)  # no copy from the host
+        for word in (position, step, int(stream), view)
+    ]
+    shape = torch.broadcast_shapes(mixed.shape, *(word.shape for word in words))
+    mixed = mixed.view([1] * (len(shape) - mixed.dim()) + [*mixed.shape])  # not expanded: the key's words stay small
+    out = philox((mixed & WORD, (mixed >> 32) & WORD), [word.expand(shape) for word in words])
     return (((out[0] >> 5) << 26) | (out[1] >> 6)).double() * 2.0**-53
 
 
 def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words: 2 key words, 4 counter words -> 4 random words."""
-    key0, key1 = key
-    c0, c1, c2, c3 = counter
-    for _ in range(ROUNDS):
-        high0, low0 = _multiply(c0, MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, MULTIPLIERS[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
-        key0, key1 = (key0 + WEYL[0]) & WORD, (key1 + WEYL[1]) & WORD
-    return [c0, c1, c2, c3]
+    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words: 2 key words, 4 counter words of one shape -> 4 random words. The key
+    words broadcast against the others, and have as many dimensions."""
+    factor_2, weyl_R2 = _constants(counter[0].device)
+    ones = [1] * counter[0].dim()
+    factor_2, key_R2 = factor_2.view([2, *ones]), (torch.stack(key) + weyl_R2.view([ROUNDS, 2, *ones])) & WORD
+    even_2, odd_2 = torch.stack([counter[0], counter[2]]), torch.stack([counter[1], counter[3]])
+    for key_2 in key_R2.unbind():
+        product_2 = (even_2 * factor_2).flip(0)  # int64 wraps around: its bits are those of the unsigned product
+        even_2, odd_2 = ((product_2 >> 32) & WORD) ^ odd_2 ^ key_2, product_2 & WORD
+    return [even_2[0], odd_2[0], even_2[1], odd_2[1]]
 
 
-def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, by halves: the unsigned 64-bit product does not fit into int64."""
-    low = word * (factor & 0xFFFF)
-    middle = word * (factor >> 16) + (low >> 16)
-    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+@lru_cache
+@torch.inference_mode(False)
+def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The factors of the two products, and what each round adds to the key [ROUNDS, 2]."""
+    return torch.tensor(MULTIPLIERS, device=device), torch.tensor(WEYL, device=device) * torch.arange(ROUNDS, device=device)[:, None]
 
 
 def _splitmix64(seed: int) -> int:

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +42,19 @@ class Views:
         """Whether hidden tokens, targets and weights are equal."""
         names = ("hidden_BMT", "target_BMT", "weight_BMT")
         return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+
+    @cached_property
+    def target_on_host(self) -> np.ndarray:
+        """The targets, for which the host waits once: boolean [B, M, T]. What follows from them needs no further wait."""
+        return self.target_BMT.cpu().numpy()
+
+    @cached_property
+    def hidden_on_host(self) -> np.ndarray:
+        """The hidden tokens, likewise."""
+        return self.target_on_host if self.hidden_BMT is self.target_BMT else self.hidden_BMT.cpu().numpy()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: part for name, part in vars(self).items() if not name.endswith("_on_host")}  # a checkpoint holds only tensors
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences, all marked as noised (`causal` is False)."""

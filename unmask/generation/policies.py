@@ -7,6 +7,7 @@ sequences, W positions of the block.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -70,42 +71,54 @@ def decide(
         present_NV: the tokens that occur in each row's sequence, for a repetition penalty.
         given: the tokens, if they are drawn already.
     """
+    uniforms = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams(config)}
+    decision = decide_by(logits_NV, config, uniforms, present_NV, given)
+    refuse_nan(decision.log_prob_N)  # one NaN makes its whole row NaN
+    return decision
+
+
+def streams(config: SamplerConfig) -> list[Stream]:
+    """The streams that a decision draws numbers from."""
+    drawn = [Stream.TOKEN] if config.temperature > 0 else []
+    drawn += [Stream.ORDER] if config.policy == "random" else []
+    return drawn + ([Stream.ORDER_NOISE] if config.order_temperature > 0 else [])
+
+
+def decide_by(
+    logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None = None, given: Given | None = None
+) -> Decision:
+    """As `decide`, by the numbers [N] of `streams`. For NaN the log-probabilities are NaN."""
     rows, vocabulary = logits_NV.shape
     rows_at_once = max(1, (CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE) // vocabulary)
-    streams = [Stream.TOKEN] if config.temperature > 0 else []
-    streams += [Stream.ORDER] if config.policy == "random" else []
-    streams += [Stream.ORDER_NOISE] if config.order_temperature > 0 else []
-    uniforms = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
+    if rows <= rows_at_once:
+        return _decide(logits_NV, config, uniforms, present_NV, given)
     chunks = []
-    for first in range(0, max(rows, 1), rows_at_once):
+    for first in range(0, rows, rows_at_once):
         chunk = slice(first, first + rows_at_once)
         present = None if present_NV is None else present_NV[chunk]
         drawn = None if given is None else given.part(chunk)
         uniforms_N = {stream: uniform_N[chunk] for stream, uniform_N in uniforms.items()}
         chunks.append(_decide(logits_NV[chunk], config, uniforms_N, present, drawn))
-    if len(chunks) == 1:
-        return chunks[0]
     return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*chunks, strict=True)))  # type: ignore[arg-type]
 
 
 def _decide(
     logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None, given: Given | None
 ) -> Decision:
-    weight_NV, total_N, normaliser_N = _normalised(logits_NV)
-    refuse_nan(normaliser_N)  # one NaN makes its whole row NaN
+    weight_NV, total_N1, normaliser_N1, group_N1 = _normalised(logits_NV)
     sampled_N = None
     if given is None or given.believed_NV is None:
-        entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N, normaliser_N, config)
+        entropy_N, margin_N = _certainty(logits_NV, weight_NV, total_N1, normaliser_N1, config)
     else:
-        entropy_N, margin_N = _certainty(given.believed_NV, *_normalised(given.believed_NV), config)
+        entropy_N, margin_N = _certainty(given.believed_NV, *_normalised(given.believed_NV)[:3], config)
     if given is None:
-        token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, uniforms, present_NV)
+        token_N1, weight_NV = _draw_tokens(logits_NV, weight_NV, group_N1, config, uniforms, present_NV)
     else:
-        token_N = given.token_N
+        token_N1 = given.token_N[:, None]
         if given.drawn_from_NV is not None:
             weight_NV = weights(given.drawn_from_NV, given.drawn_from_NV.amax(-1, keepdim=True), config.temperature or 1.0)
             weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
+    token_N, log_prob_N = token_N1.squeeze(1), (logits_NV.gather(1, token_N1) - normaliser_N1).squeeze(1)
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
     if config.reveal_last:
@@ -135,47 +148,53 @@ def _decide(
     top: tuple[Tensor | None, Tensor | None] = (None, None)
     forbidden: tuple[Tensor | None, Tensor | None] = (None, None)
     if config.top_log_probs:
-        top = _most_probable(logits_NV, normaliser_N)
+        top = _most_probable(logits_NV, normaliser_N1)
     if given is not None and given.forbidden_NV is not None:
-        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normaliser_N)
+        forbidden = _most_probable(logits_NV.masked_fill(~given.forbidden_NV, -torch.inf), normaliser_N1)
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, *top, *forbidden, margin_N)
 
 
 def normaliser(logits_NV: Tensor) -> Tensor:
     """The log of the sum of the exponentials of each row."""
-    return _normalised(logits_NV)[2]
+    return _normalised(logits_NV)[2].squeeze(1)
 
 
 def refuse_nan(value_N: Tensor) -> None:
     """Raise GenerationError for predictions that are NaN."""
     if value_N.isnan().any():
-        remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
-        raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
+        raise nan_error()
 
 
-def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The weights of each row, their sum, and the log of the sum of the exponentials."""
-    largest_N1 = logits_NV.amax(-1, keepdim=True)
+def nan_error() -> GenerationError:
+    """The error for predictions that are NaN."""
+    remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
+    return GenerationError("the predictions are NaN", where="model", remedy=remedy)
+
+
+def _normalised(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The weights of each row, their sum, the log of the sum of the exponentials, and the group of the first largest logit."""
+    largest_N1, group_N1 = _by_group(logits_NV, torch.amax).max(-1, keepdim=True)
     weight_NV = weights(logits_NV, largest_N1)
-    total_N = weight_NV.sum(-1)
-    return weight_NV, total_N, largest_N1.squeeze(1) + total_N.log()
+    total_N1 = weight_NV.sum(-1, keepdim=True)
+    return weight_NV, total_N1, largest_N1 + total_N1.log(), group_N1
 
 
-def _most_probable(logits_NV: Tensor, normaliser_N: Tensor) -> tuple[Tensor, Tensor]:
+def _most_probable(logits_NV: Tensor, normaliser_N1: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens of the largest logits, and their log-probabilities."""
     top_NK, top_id_NK = logits_NV.topk(min(MOST_TOP, logits_NV.shape[1]))
-    return top_id_NK, top_NK - normaliser_N[:, None]
+    return top_id_NK, top_NK - normaliser_N1
 
 
 def _certainty(
-    logits_NV: Tensor, weight_NV: Tensor, total_N: Tensor, normaliser_N: Tensor, config: SamplerConfig
+    logits_NV: Tensor, weight_NV: Tensor, total_N1: Tensor, normaliser_N1: Tensor, config: SamplerConfig
 ) -> tuple[Tensor | None, Tensor | None]:
     """The entropy and the margin of each row, as far as the settings need them."""
     entropy_N = margin_N = None
     if config.trace or (config.policy == "entropy" and not config.filtered_confidence):
-        entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
+        mean_N1 = (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1, keepdim=True) / total_N1
+        entropy_N = (normaliser_N1 - mean_N1).squeeze(1)
     if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
-        best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
+        best_N2 = (logits_NV.topk(2).values - normaliser_N1).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
     return entropy_N, margin_N
 
@@ -187,18 +206,27 @@ def _confidence_given(log_prob_N: Tensor, given_N: Tensor) -> Tensor:
 
 
 def _draw_tokens(
-    logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None
+    logits_NV: Tensor,
+    weight_NV: Tensor,
+    group_N1: Tensor,
+    config: SamplerConfig,
+    uniforms: dict[Stream, Tensor],
+    present_NV: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, and the weights that it is drawn by: the model's `weight_NV` after penalty, bans, temperature and filters."""
+    """A token [N, 1] for each row, and the weights that it is drawn by: the model's `weight_NV` after penalty, bans, temperature and
+    filters. `group_N1`: of the largest logits."""
     adjusted = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
+    if config.temperature == 0 and not config.filtered_confidence and not adjusted:
+        return _best_of_group(logits_NV, group_N1), weight_NV
     if adjusted:
         logits_NV = penalise_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0 and not config.filtered_confidence:
-        return best(logits_NV), weight_NV
+        return best(logits_NV)[:, None], weight_NV
     if adjusted or config.temperature not in (0, 1):
         weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    return best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN]), weight_NV
+    token_N1 = best(logits_NV)[:, None] if config.temperature == 0 else _draw(weight_NV, uniforms[Stream.TOKEN])
+    return token_N1, weight_NV
 
 
 def weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
@@ -258,32 +286,50 @@ def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
 
 def best(logits_NV: Tensor) -> Tensor:
     """The argmax of each row, the first among equals. By groups, since argmax over a row takes 15 times as long as its maximum."""
-    group_N1 = _by_group(logits_NV, torch.amax).argmax(-1, keepdim=True)
-    return (group_N1 * GROUP + _inside(logits_NV, group_N1, -torch.inf).argmax(-1, keepdim=True)).squeeze(1)
+    return _best_of_group(logits_NV, _by_group(logits_NV, torch.amax).argmax(-1, keepdim=True)).squeeze(1)
+
+
+def _best_of_group(logits_NV: Tensor, group_N1: Tensor) -> Tensor:
+    """The argmax [N, 1] of each row, given the first group that has it. Past the end of the vocabulary its last entry repeats."""
+    inside_NK = logits_NV.gather(1, _columns(group_N1).clamp_max(logits_NV.shape[1] - 1))
+    return torch.add(inside_NK.argmax(-1, keepdim=True), group_N1, alpha=GROUP)
 
 
 def draw(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Inverse-CDF sampling: one uniform number per row picks a token in proportion to its weight. First a group of the vocabulary, then a
-    token of it, so that only the sums of groups are accumulated (in float64)."""
-    group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), uniform_N[:, None], None)
-    inside_NK = _inside(weight_NV, group_N1, 0.0)
-    return (group_N1 * GROUP + _search(inside_NK, uniform_N[:, None], goal_N1 - before_N1)[0]).squeeze(1)
+    token of it, so that only the sums of groups are accumulated (in float64). Of NaN weights, some token."""
+    return _draw(weight_NV, uniform_N).squeeze(1)
+
+
+def _draw(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    uniform_N1, last = uniform_N[:, None], weight_NV.shape[1] - 1
+    group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), uniform_N1, None)
+    column_NK = _columns(group_N1)
+    inside_NK = weight_NV.gather(1, column_NK.clamp_max(last)).masked_fill(column_NK > last, 0.0)
+    index_N1, _, _ = _search(inside_NK, uniform_N1, goal_N1 - before_N1)
+    return torch.add(index_N1, group_N1, alpha=GROUP).clamp_max(last)
 
 
 def _by_group(value_NV: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
     """The sums or maxima [N, G] of groups of the vocabulary; the last group has the remainder."""
-    even = value_NV.shape[1] // GROUP * GROUP
-    whole_NG = reduce(value_NV[:, :even].unflatten(1, (-1, GROUP)), -1) if even else value_NV[:, :0]
-    if even == value_NV.shape[1]:
-        return whole_NG
-    return torch.cat([whole_NG, reduce(value_NV[:, even:], -1, keepdim=True)], 1)
+    rest = value_NV.shape[1] % GROUP
+    if rest == 0:
+        return reduce(value_NV.unflatten(1, (-1, GROUP)), -1)
+    whole_NV, rest_NV = value_NV.split((value_NV.shape[1] - rest, rest), 1)
+    rest_N1 = reduce(rest_NV, -1, keepdim=True)
+    return torch.cat([reduce(whole_NV.unflatten(1, (-1, GROUP)), -1), rest_N1], 1) if whole_NV.shape[1] else rest_N1
 
 
-def _inside(value_NV: Tensor, group_N1: Tensor, beyond: float) -> Tensor:
-    """The entries [N, K] of one group per row; `beyond` past the end of the vocabulary."""
-    column_NK = group_N1 * GROUP + torch.arange(GROUP, device=value_NV.device)
-    inside_NK = value_NV.gather(1, column_NK.clamp_max(value_NV.shape[1] - 1))
-    return inside_NK.masked_fill(column_NK >= value_NV.shape[1], beyond)
+def _columns(group_N1: Tensor) -> Tensor:
+    """The entries [N, K] of one group per row, some past the end of the vocabulary."""
+    return torch.add(_inside(group_N1.device), group_N1, alpha=GROUP)
+
+
+@cache
+@torch.inference_mode(False)
+def _inside(device: torch.device) -> Tensor:
+    """The entries of the first group."""
+    return torch.arange(GROUP, device=device)
 
 
 def _search(weight_NK: Tensor, uniform_N1: Tensor, goal_N1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

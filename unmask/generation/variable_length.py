@@ -29,6 +29,7 @@ from unmask.config.sampler import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation.engine.forward import predict
+from unmask.generation.engine.host import moved
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.gap_lengths import DEFAULT_MAX_GAP, checked_segments
 from unmask.generation.output import FoundGap, Generation, Trace, make_generation
@@ -188,23 +189,24 @@ def _step(lm: DiffusionLM, texts: Sequence[OpenText], config: SamplerConfig, max
     assert lm.expand_token_id is not None
     slots = Slots(lm.device, lm.mask_token_id)
     slots.reserve(len(texts), max(len(text.ids) for text in texts))
-    entries = [
-        BatchEntry(slots.add(text.shown(lm.mask_token_id, lm.expand_token_id), text.hidden), len(text.ids), 0, len(text.ids))
-        for text in texts
-    ]
+    added = slots.add_all([(text.shown(lm.mask_token_id, lm.expand_token_id), text.hidden) for text in texts])
+    entries = [BatchEntry(slot, len(text.ids), 0, len(text.ids), sum(text.hidden)) for slot, text in zip(added, texts, strict=True)]
     seen = predict(predicting_lengths(lm), slots, entries, alone=config.deterministic)
-    places = list(zip(seen.member_N.tolist(), seen.position_N.tolist(), strict=True))
+    places = [(member, position) for member, text in enumerate(texts) for position, hidden in enumerate(text.hidden) if hidden]
+    member_N = moved(seen.member_N, lm.device)
     may_N2 = torch.tensor([texts[member].may(position, max_gap) for member, position in places], device=lm.device)
-    key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[seen.member_N].unbind(1)
-    present_NV = slots.present(seen.member_N, seen.logits_NV.shape[1]) if config.repetition_penalty != 1 else None
+    key_N, passes_N = torch.tensor([(text.key, text.passes) for text in texts], device=lm.device)[member_N].unbind(1)
+    present_NV = None
+    if config.repetition_penalty != 1:
+        present_NV = slots.present(torch.arange(len(texts), device=lm.device), seen.logits_NV.shape[1])[member_N]
     decision, event_N2 = decide_open(lm, seen.logits_NV, may_N2, config, key_N, passes_N, seen.position_N, present_NV)
     settled = set() if event_N2 is None else _settle(texts, places, event_N2)
     priority_BT = torch.full(slots.ids_SC.shape, -torch.inf, device=lm.device)
-    priority_BT[seen.member_N, seen.position_N] = decision.priority_N
+    priority_BT[member_N, seen.position_N] = decision.priority_N
     count_B = torch.full((len(texts),), config.tokens_per_step or 1, device=lm.device)
     count_B = num_accepted(priority_BT, config) if config.parallel else count_B
     chosen_BT = first_by_priority(priority_BT, count_B)
-    chosen, tokens = chosen_BT[seen.member_N, seen.position_N].tolist(), decision.token_N.tolist()
+    chosen, tokens = chosen_BT[member_N, seen.position_N].tolist(), decision.token_N.tolist()
     records = zip(*(_column(decision, name) for name in RECORDS), strict=True)
     decided: list[dict[int, tuple[int, tuple[float, ...]]]] = [{} for _ in texts]
     revealed: list[list[int]] = [[] for _ in texts]

@@ -107,7 +107,7 @@ class AttentionMask:
     def additive(self, dtype: torch.dtype) -> Tensor:
         """The mask as numbers to add to the attention logits. All layers share it; SDPA would otherwise convert a boolean mask in each."""
         if dtype not in self._additive:
-            self._additive[dtype] = torch.zeros_like(self.allowed_B1QK, dtype=dtype).masked_fill_(~self.allowed_B1QK, -torch.inf)
+            self._additive[dtype] = torch.full_like(self.allowed_B1QK, -torch.inf, dtype=dtype).masked_fill_(self.allowed_B1QK, 0.0)
         return self._additive[dtype]
 
     @cached_property
@@ -138,6 +138,19 @@ def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> 
     keys = (layout.document_BT, layout.copy_BT, blocks(layout, pattern, block_size))
     changed_BT = torch.stack([key_BT[:, 1:] != key_BT[:, :-1] for key_BT in keys]).any(0)
     return F.pad(changed_BT.long().cumsum(1), (1, 0))
+
+
+def stacked_rows(target_N: Tensor, layout: Layout, copies: int, block_size: int | None, *, logit_shift: bool) -> Tensor:
+    """The rows [N] of `[x_t ; ... ; x_0]`, as flat indices, that predict targets of its noised copies, flat indices into [B, M, T]. With a
+    logit shift the last clean row before a block predicts its first token."""
+    length = layout.position_BT.shape[1] // (copies + 1)
+    batch_N, column_N = target_N // (copies * length), target_N % (copies * length)
+    first_row_N = batch_N * (copies + 1) * length
+    if not logit_shift:
+        return first_row_N + column_N
+    position_N = layout.position_BT[batch_N % len(layout.position_BT), column_N]
+    before_N = (column_N % length - 1).clamp_min(0) + copies * length
+    return first_row_N + torch.where(position_N % (block_size or 1) == 0, before_N, (column_N - 1).clamp_min(0))
 
 
 def make_mask(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import pathlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,11 +20,11 @@ from transformers.cache_utils import Cache
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, unpadded_mask
+from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, stacked_rows, unpadded_mask
 from unmask.models.chat_template import turn_end
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
-from unmask.models.hooks.head import RowSelector, token_log_probs
+from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
 from unmask.models.hooks.last_layer import LastLayer
 from unmask.models.hooks.quality_head import add_quality_head, quality_head_of
 from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
@@ -241,24 +241,30 @@ class DiffusionLM:
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError("the model reads the current block differently from the others", where="hidden_BT", remedy=remedy)
-        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
+        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, None if rows_BT is None else rows_BT.bool(), hidden_BT)
         logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
         return logits
 
     def noised_inputs(
-        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, target_BT: Tensor | None = None, hidden_BT: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        target_BT: Tensor | None = None,
+        hidden_BT: Tensor | None = None,
+        known: tuple[Layout, AttentionMask] | None = None,
     ) -> ForwardInputs:
-        """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`; `target_BT` is `rows_BT`."""
-        layout, mask = self._layout(ids_BT, attention_mask_BT)
+        """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`; `target_BT` is `rows_BT`, or the
+        flat indices of its tokens. `known`: the `layout_and_mask` of these rows, if they are."""
+        layout, mask = known or self.layout_and_mask(ids_BT, attention_mask_BT)
         fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
             fraction_BT = hidden_fraction(hidden_BT, layout, self.attention, self.block_size)
             if self.causal_context:  # current blocks are read in both directions
                 layout = replace(layout, copy_BT=(fraction_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
-        index_N = None if target_BT is None else target_BT.flatten().nonzero().squeeze(1)
+        index_N = None if target_BT is None else flat_indices(target_BT)
         if index_N is not None and self.logit_shift:
             index_N = (index_N - 1).clamp_min(0)
         return ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT)
@@ -270,6 +276,7 @@ class DiffusionLM:
         attention_mask_BT: Tensor | None,
         target_BMT: Tensor,
         causal_target_BT: Tensor | None = None,
+        known: tuple[Layout, AttentionMask] | None = None,
     ) -> ForwardInputs:
         """The inputs of one pass over `[x_t ; ... ; x_0]`: M noised copies of each row, then its clean tokens. One pass predicts all blocks
         of a block-causal model.
@@ -280,25 +287,18 @@ class DiffusionLM:
         Args:
             clean_BT: the clean tokens; `attention_mask_BT` as for `logits`.
             hidden_BMT: True at the hidden positions of each copy.
-            target_BMT: the tokens of the copies to predict, in row-major order.
+            target_BMT: the tokens of the copies to predict, in row-major order; boolean, or their flat indices.
             causal_target_BT: with a causal context, tokens that the causal model predicts from earlier clean ones; their rows come last.
+            known: the `layout_and_mask` of these copies, if they are.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
-        layout, mask = self._layout(clean_BT, attention_mask_BT, copies)
-        width = (copies + 1) * length
-        batch_N, copy_N, column_N = target_BMT.nonzero(as_tuple=True)
-        column_N = copy_N * length + column_N
-        if self.logit_shift:
-            position_N = layout.position_BT.expand(len(clean_BT), -1)[batch_N, column_N]
-            first_N = position_N % (self.block_size or 1) == 0
-            before_N = (column_N % length - 1).clamp_min(0) + copies * length
-            column_N = torch.where(first_N, before_N, (column_N - 1).clamp_min(0))
-        index_N = batch_N * width + column_N
+        layout, mask = known or self.layout_and_mask(clean_BT, attention_mask_BT, copies)
+        index_N = stacked_rows(flat_indices(target_BMT), layout, copies, self.block_size, logit_shift=self.logit_shift)
         if causal_target_BT is not None:
             assert self.causal_context, "in other models a clean row attends to the tokens after it"
-            batch_C, column_C = causal_target_BT.nonzero(as_tuple=True)
-            index_N = torch.cat([index_N, batch_C * width + copies * length + (column_C - 1).clamp_min(0)])
+            target_C, width = flat_indices(causal_target_BT), (copies + 1) * length
+            index_N = torch.cat([index_N, target_C // length * width + copies * length + (target_C % length - 1).clamp_min(0)])
         fraction_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
@@ -313,32 +313,31 @@ class DiffusionLM:
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
-        for token in self.never_predicted:  # one at a time: a list would be copied to a GPU, which waits for it
-            logits[..., token] = -torch.inf
+        for token in self.never_predicted:  # one at a time: a GPU waits for a list
+            logits.select(-1, token).fill_(-torch.inf)
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row). Many
-        logits are computed in chunks of rows, so that memory does not grow with the vocabulary."""
-        assert inputs.index_N is not None
-        if len(target_N) * self.config.vocab_size <= head.logits_at_once(target_N.device):
-            return token_log_probs(self.forward(inputs), target_N, temperature)
-        with self._passing(inputs, target_N, temperature) as rows:
-            first_V = self._run(inputs)[0, 0]
-            rows.check(first_V)
-            log_prob_N = rows.log_prob_N
-        assert log_prob_N is not None, "another output head than the expected one was called"
-        return log_prob_N.to(first_V.device) + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row)."""
+        return self.reduced(inputs, Reduction(log_probs_at, (target_N,), temperature))[0]
 
-    @contextmanager
-    def capturing(self) -> Iterator[list[Tensor]]:
+    def reduced(self, inputs: ForwardInputs, reduction: Reduction) -> tuple[Tensor, ...]:
+        """What is computed from the logits of each selected row, in chunks of rows, so that memory does not grow with the vocabulary."""
+        assert inputs.index_N is not None
+        if len(inputs.index_N) * self.config.vocab_size <= head.logits_at_once(inputs.index_N.device):
+            return reduction.of(self.forward(inputs))
+        with self._passing(inputs, reduction, first_only=True) as rows:
+            return rows.result(self._run(inputs)[0, 0])
+
+    def hidden_states(self, inputs: ForwardInputs) -> Tensor:
+        """The hidden states [N, D] that the head reads at the selected rows."""
+        with self.capturing() as seen, self._passing(inputs, first_only=True):
+            self._run(inputs)
+        return seen[0]
+
+    def capturing(self) -> AbstractContextManager[list[Tensor]]:
         """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
-        seen: list[Tensor] = []
-        self._head.captured = seen
-        try:
-            yield seen
-        finally:
-            self._head.captured = None
+        return self._head.capturing()
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
@@ -350,22 +349,23 @@ class DiffusionLM:
             self._fraction.in_every_pass = False
 
     @contextmanager
-    def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
+    def _passing(self, inputs: ForwardInputs, reduction: Reduction | None = None, *, first_only: bool = False) -> Iterator[RowSelector]:
         """Set the hooks of the model for the pass."""
         rows = self._head
-        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.never_predicted
-        self._last.index_N = inputs.index_N if inputs.pruned else None
+        rows.index_N, rows.reduction, rows.first_only, rows.forbidden = inputs.index_N, reduction, first_only, self.never_predicted
+        if inputs.pruned and inputs.index_N is not None:
+            self._last.at = inputs.index_N // inputs.ids_BT.shape[1], inputs.index_N % inputs.ids_BT.shape[1]
         self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
         finally:
             rows.clear()
-            self._last.index_N = self._fraction.value_BT = None
+            self._last.at = self._fraction.value_BT = None
 
     def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
             input_ids=inputs.ids_BT,
-            position_ids=inputs.layout.position_BT.expand(inputs.ids_BT.shape[0], -1),
+            position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             past_key_values=cache,
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
@@ -382,11 +382,12 @@ class DiffusionLM:
         self.tokenizer.save_pretrained(path)
         write_card(self, path)
 
-    def _layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
-        length, device = ids_BT.shape[1], ids_BT.device
+    def layout_and_mask(self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
+        """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""
+        length, device = like_BT.shape[1], like_BT.device
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
-        context = self.context_length
-        if context is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
+        context = self.context_length or length
+        if length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
             what = f"{longest} tokens, but the model's context is {context}"
             raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout
@@ -395,6 +396,5 @@ class DiffusionLM:
         else:
             mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
         if self.flash_attention and self.attention != "block_causal":
-            document_BT = layout.document_BT.expand_as(ids_BT)
-            mask = replace(mask, documents=flash.documents(document_BT, causal=self.attention == "causal"))
+            mask = replace(mask, documents=flash.documents(layout.document_BT.expand(len(like_BT), -1), causal=self.attention == "causal"))
         return layout, mask if self._annealing is None else mask.annealed(*self._annealing)

@@ -34,8 +34,13 @@ def fingerprint(model: nn.Module) -> str:
 @contextmanager
 def evaluating(lm: DiffusionLM) -> Iterator[None]:
     """Inside, the model is in eval mode; each module's mode is restored afterwards."""
-    training = [module for module in lm.model.modules() if module.training]
-    lm.model.eval()
+    training, modules = [], [lm.model]
+    while modules:  # `modules()` takes as long as a small model's forward pass
+        module = modules.pop()
+        training += [module] if module.training else []
+        modules += [part for part in module._modules.values() if part is not None]
+    if training:
+        lm.model.eval()
     try:
         yield
     finally:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,11 +30,14 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
 from unmask.models.model_files import read_config, read_tokenizer, reading
 from unmask.planning.cost_model import Network, Workload
+from unmask.planning.launches import LaunchCounter, PassCost, PassCosts
 
 DEFAULT_LENGTH = 512
 BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 """The data type of the weights, by precision."""
+SHALLOW, DEEPER = 1, 3
+"""Layers of two small models: their difference is that of a layer, the rest is independent of depth."""
 
 
 @dataclass(frozen=True)
@@ -134,20 +138,40 @@ class Blueprint:
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
         one_row, two_rows = (saved_bytes(self.config, self.settings_for(work.attention), work, batch) for batch in (1, 2))
         model, text = lm.model, self.config.get_text_config()
-        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        heads = text.num_attention_heads
+        head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
         return Network(
             parameters=sum(weight.numel() for weight in model.parameters()),
+            tensors=sum(1 for _ in model.parameters()),
             linears=tuple(linear_shapes(model)),
             experts=tuple(expert_shapes(model)),
             expert_fraction=expert_fraction(model),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=model.get_input_embeddings().weight.shape[0],
-            attention_width=text.num_attention_heads * head_width,
+            attention_width=heads * head_width,
+            key_width=(getattr(text, "num_key_value_heads", None) or heads) * head_width,
             tied=is_tied(model),
             saved_fixed=2 * one_row - two_rows,
             saved_per_row=two_rows - one_row,
         )
+
+    def pass_costs(self, work: Workload) -> PassCosts:
+        """Launches and traffic, counted with few layers and one or two rows: the differences are those of a layer and of a row."""
+        pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
+        depths = {depth: with_layers(self.config, depth) for depth in (SHALLOW, DEEPER)}
+        counts = {(depth, rows): count_passes(config, pattern, work, rows) for depth, config in depths.items() for rows in (1, 2)}
+        more = (layers - SHALLOW) / (DEEPER - SHALLOW)
+
+        def of_all_layers(direction: int, rows: int) -> list[float]:
+            low, high = counts[SHALLOW, rows][direction], counts[DEEPER, rows][direction]
+            return [few + more * (many - few) for few, many in zip(low, high, strict=True)]
+
+        def cost(direction: int) -> PassCost:
+            (launches, one_row), (_, two_rows) = of_all_layers(direction, 1), of_all_layers(direction, 2)
+            return PassCost(launches, 2 * one_row - two_rows, (two_rows - one_row) / work.row_length)
+
+        return PassCosts(cost(0), cost(1))
 
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
@@ -215,6 +239,17 @@ def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK
 ExpertsInterface.register(BALANCED, balanced_experts)
 
 
+def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """A copy of a config with fewer layers."""
+    config = copy.deepcopy(config)
+    text: Any = config.get_text_config()
+    for name, value in vars(text).copy().items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each layer
+            setattr(text, name, (value * layers)[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
 def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, batch: int) -> int:
     """Bytes that a forward pass of `batch` rows up to the output head saves for the backward pass, without parameters."""
     kept: dict[int, torch.UntypedStorage] = {}
@@ -224,16 +259,42 @@ def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Work
         kept[storage._cdata] = storage
         return tensor
 
-    compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
     with FakeTensorMode():
-        model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME, experts_implementation=BALANCED).train()
-        layout = Layout.full(work.sequence_length, torch.device("cpu"))
-        if work.attention == "block_causal":
-            layout = layout.with_noised_copies(work.copies)
-        mask = make_mask(work.attention, pattern["block_size"], layout, layout)
-        position_BT = layout.position_BT.expand(batch, -1)
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
-            model.base_model(input_ids=torch.zeros_like(position_BT), position_ids=position_BT, use_cache=False, unmask_mask=mask)
+        model = fake_model(config, work)
+        hidden_states(model, pattern, work, batch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
         for weight in model.parameters():
             kept.pop(weight.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in kept.values())
+
+
+def fake_model(config: PretrainedConfig, work: Workload) -> Any:
+    """The architecture as it is trained; inside a FakeTensorMode."""
+    options = {"attn_implementation": ATTENTION_NAME, "experts_implementation": BALANCED}
+    return architecture(config, WEIGHTS[work.precision], **options).train()
+
+
+def hidden_states(model: Any, pattern: Mapping[str, Any], work: Workload, batch: int, watch: AbstractContextManager[Any]) -> Tensor:
+    """The hidden states before the output head, [B, T, D], of a pass of `batch` rows that is watched."""
+    compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
+    layout = Layout.full(work.sequence_length, torch.device("cpu"))
+    if work.attention == "block_causal":
+        layout = layout.with_noised_copies(work.copies)
+    mask = make_mask(work.attention, pattern["block_size"], layout, layout)
+    position_BT = layout.position_BT.expand(batch, -1)
+    ids_BT = torch.zeros_like(position_BT)
+    with watch, compute:
+        return model.base_model(input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask)[0]
+
+
+def count_passes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> list[tuple[int, int]]:
+    """Launches and traffic of a forward pass, and of its backward pass."""
+    with FakeTensorMode():
+        model = fake_model(config, work)
+        if work.lora_rank:
+            model.requires_grad_(False)
+            model.get_input_embeddings().requires_grad_(True)  # gradients flow through all layers, to the adapters
+        out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
+        gradient_BTD = torch.ones_like(out_BTD)
+        with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):  # the checks of `--debug` read values
+            out_BTD.backward(gradient_BTD)
+    return [(ahead.launches, ahead.traffic), (back.launches, back.traffic)]

@@ -24,11 +24,9 @@ from unmask.diffusion.views import Views
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.planning.blueprint import WEIGHTS, Blueprint, architecture
+from unmask.planning.blueprint import DEEPER, SHALLOW, WEIGHTS, Blueprint, architecture, with_layers
 from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
 
-SHALLOW, DEEPER = 1, 3
-"""Layers of the two timed models: their difference gives the time per layer, the rest is independent of depth."""
 CALIBRATION_FLOPS = 5e10
 """Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
 CALIBRATION_PARAMETERS = 6e7
@@ -164,13 +162,7 @@ def median_times(steps: list[Step], seconds: float, *, at_least: int) -> list[tu
 
 def build_model(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None) -> DiffusionLM:
     """Build the model with random weights; `layers` reduces its depth."""
-    config = copy.deepcopy(blueprint.config)
-    text: Any = config.get_text_config()
-    if layers is not None:
-        for name, value in vars(text).copy().items():
-            if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each layer
-                setattr(text, name, (value * layers)[:layers])
-        text.num_hidden_layers = layers
+    config = blueprint.config if layers is None else with_layers(blueprint.config, layers)
     model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

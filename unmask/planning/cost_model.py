@@ -1,4 +1,4 @@
-"""Memory and time of a training step, by formula, as printed by `unmask inspect`.
+"""Memory and FLOPs of a training step, by formula, as printed by `unmask inspect`. Its time: `step_time.py`.
 
 docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1 GB is 1e9 bytes.
 """
@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from unmask.config.run import AttentionName, DeviceConfig
+from unmask.config.run import AttentionName
 from unmask.models.hooks.head import LOGITS_AT_ONCE
 from unmask.models.load import Quantization
 
@@ -31,11 +31,8 @@ QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
 # Constants of machines, used where nothing is measured.
 MARGIN = 0.92  # usable fraction of the memory; the rest is lost to fragmentation
 RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU, the context and the workspace of libraries
-MATMUL_EFFICIENCY = 0.5  # fraction of the vendor's dense figure that matrix products reach in training
-ATTENTION_EFFICIENCY = 0.25  # the same for fused attention with a mask
 HOST_LINK = 20e9  # bytes a second between a GPU and the host, one way: PCIe 4.0 of 16 lanes
 HOST_BANDWIDTH = 40e9  # bytes a second of host memory in an update: a desktop's two channels; a server has more
-PASSES_OVER_ACTIVATIONS = 4  # saved activations are written and read, and so are their gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +40,13 @@ class Network:
     """The properties of an architecture that the formula needs, at one sequence length, attention pattern and precision."""
 
     parameters: int  # all of them, tied ones counted once
+    tensors: int  # that hold them
     linears: tuple[tuple[int, int], ...]  # input and output width of every matrix except the output head and experts
     layers: int
     hidden: int  # hidden width
     vocabulary: int  # rows of the embedding table
     attention_width: int  # number of heads times head width
+    key_width: int  # number of key heads times head width
     tied: bool  # whether the output head is the embedding table
     saved_fixed: int  # bytes saved for the backward pass independently of the batch: masks, casts of weights
     saved_per_row: int  # bytes saved for the backward pass per row of the batch
@@ -92,6 +91,8 @@ class Workload:
     accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
     teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
     reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
+    stored_reference: bool = False  # its log-probabilities are looked up in a table on the host
+    plans: int = 1  # batches of a step whose views are drawn
     documents: int = 1  # equal parts of a sequence that do not see one another
     passes: int = 1  # forward and backward passes of a step, whose gradients add up
     logits_at_once: int = LOGITS_AT_ONCE  # that a loss holds
@@ -153,7 +154,7 @@ class Memory:
 def peak_memory(network: Network, work: Workload) -> Memory:
     """The memory at the largest of four moments of the backward pass: at the logits, the output head, the last layer (all activations
     exist) and the first layer (all gradients exist). Between the last two, memory changes linearly, so the peak is at one of them."""
-    parameters, trained, state = _weights(network, work)
+    parameters, trained, state = weight_bytes(network, work)
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
     table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
@@ -176,7 +177,7 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     return Memory(parameters=parameters, gradients=gradients, optimizer=state, activations=activations, logits=logits, workspace=workspace)
 
 
-def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
+def weight_bytes(network: Network, work: Workload) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and optimizer states on each device."""
     width = WEIGHT_BYTES[work.precision]
     stored = float(network.parameters * width)
@@ -200,7 +201,7 @@ def host_bytes(network: Network, work: Workload) -> float:
 
 def host_seconds(network: Network, work: Workload) -> float:
     """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read and written there."""
-    _, gradients, _ = _weights(network, work)
+    _, gradients, _ = weight_bytes(network, work)
     return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimizer else 0.0
 
 
@@ -232,21 +233,3 @@ def attention_flops(network: Network, work: Workload) -> float:
     """FLOPs of the attention of a forward and backward pass: two products over the full square of the row length, even under a mask."""
     forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
-
-
-def step_seconds(network: Network, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> float | None:
-    """Seconds of a step on every device in parallel: matrix products, attention, memory traffic and the exchange between devices, in sum.
-    None if the device has no figures, and for float32, which they do not cover."""
-    if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
-        return None
-    peak = device.tflops * 1e12
-    parameters, gradients, states = _weights(network, work)
-    activations, _ = _activations(network, dataclasses.replace(work, checkpointing=False))
-    traffic = work.rounds * activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
-    seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
-    seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9) + host_seconds(network, work)
-    if interconnect_gb_s:
-        # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
-        moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients
-        seconds += moved / (interconnect_gb_s * 1e9)
-    return seconds

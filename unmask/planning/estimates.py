@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from unmask.config.run import DeviceConfig, HardwareConfig
-from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Memory, Network, Precision, Workload, host_bytes, peak_memory, step_seconds
+from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Memory, Network, Precision, Workload, host_bytes, peak_memory
+from unmask.planning.launches import PassCosts
+from unmask.planning.step_time import Bound, step_launches, step_reads, step_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,9 @@ class StepEstimate:
     runtime: float  # bytes that the libraries use in addition
     limit: float  # bytes that may be used on each device
     seconds: float | None  # of a step for the batches of all devices; None if the throughput of a device is unknown
+    bound: Bound | None  # what takes most of that time; None if it is unknown
+    launches: float  # of kernels, in a step
+    reads: float  # of values by the host, in a step
     devices: int  # data-parallel ones; 1 for a split model
     host: float = 0.0  # bytes in host memory, with `Workload.host_optimizer`
     advice: str = ""  # the change that would make it fit; empty if it fits
@@ -56,6 +61,7 @@ class StepEstimate:
             "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
             "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
             "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
+            "bound by": self.bound or "-",
             "with": ", ".join(name for name, on in switches.items() if on),
             "fits": f"no: use {self.advice}" if self.advice else "yes",
         }
@@ -81,12 +87,18 @@ def largest_batch(network: Network, work: Workload, limit: float) -> int:
 
 
 def estimate_step(
-    networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None
+    networks: Callable[[Precision], Network],
+    costs: Callable[[Precision], PassCosts],
+    work: Workload,
+    hardware: HardwareConfig,
+    *,
+    batch: int | None = None,
 ) -> StepEstimate:
     """Estimate a workload on a machine, with `batch` sequences per device; None: the largest batch that fits.
 
     The smallest device sets the batch of all devices, the slowest one the time. A model that is split over devices has the memory of all
-    of them, and takes their mean time, weighted by the memory of each. `networks` returns the network at a precision.
+    of them, and takes their mean time, weighted by the memory of each. `networks` and `costs` return the network and the costs
+    of its passes at a precision.
     """
     split = work.split > 1
     limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
@@ -94,15 +106,16 @@ def estimate_step(
     if split:
         limits = [device.count * limit for device, limit in zip(hardware.devices, limits, strict=True)]
         limit, runtime = sum(limits), runtime * work.split
-    network = networks(work.precision)
+    network, passes = networks(work.precision), costs(work.precision)
     work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
     link = None if split else hardware.slowest_link  # a split model sends only hidden states
-    times = [step_seconds(network, work, device, link) for device in hardware.devices]
-    known = [seconds for seconds in times if seconds is not None]
-    seconds = max(known) if len(known) == len(times) else None
+    times = [step_time(network, passes, work, device, link) for device in hardware.devices]
+    known = [time for time in times if time is not None]
+    slowest = max(known, key=lambda time: time.seconds) if len(known) == len(times) else None
+    seconds, bound = (slowest.seconds, slowest.bound) if slowest else (None, None)
     if split and seconds is not None:
-        seconds = sum(weight * each for weight, each in zip(limits, known, strict=True)) / limit
+        seconds = sum(weight * each.seconds for weight, each in zip(limits, known, strict=True)) / limit
     advice = ""
     if memory.total + runtime > limit:
         change = first_change_that_fits(networks, work, hardware, limit - runtime)
@@ -113,6 +126,9 @@ def estimate_step(
         runtime=runtime,
         limit=limit,
         seconds=seconds,
+        bound=bound,
+        launches=step_launches(network, passes, work),
+        reads=step_reads(work),
         devices=1 if split else hardware.count,
         host=host_bytes(network, work),
         advice=advice,

@@ -18,9 +18,12 @@ from unmask.planning.blueprint import Blueprint
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
 from unmask.planning.estimates import StepEstimate, estimate_step
+from unmask.planning.launches import PassCost, PassCosts
+from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, StepTime, pass_time
 
 CPU = "cpu"
 MEASURED_ROWS = 4  # unless --batch-size is set
+GENERATION_BATCHES = (1, 8, 64)
 
 
 def hardware_recipe_names() -> list[str]:
@@ -113,15 +116,37 @@ class StepEstimator:
         def network(precision: Precision) -> Network:
             return blueprint.network(dataclasses.replace(work, precision=precision))
 
-        self.network = network
+        @functools.cache
+        def costs(precision: Precision) -> PassCosts:
+            return blueprint.pass_costs(dataclasses.replace(work, precision=precision))
+
+        self.network, self.costs = network, costs
 
     def estimate(self, recipe: HardwareRecipe, batch: int | None = None) -> StepEstimate:
         """The estimate for a hardware recipe; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
-        estimate = estimate_step(self.network, recipe.workload(self.work), recipe.hardware, batch=batch)
+        estimate = estimate_step(self.network, self.costs, recipe.workload(self.work), recipe.hardware, batch=batch)
         if not recipe.hardware.is_cpu or not estimate.fits:
             return estimate
         work = estimate.workload
-        return dataclasses.replace(estimate, seconds=calibrate(self.blueprint, self.network(work.precision), work))
+        seconds = calibrate(self.blueprint, self.network(work.precision), work)
+        bound: Bound = "launches" if estimate.launches * CPU_LAUNCH_SECONDS > seconds / 2 else "arithmetic"
+        return dataclasses.replace(estimate, seconds=seconds, bound=bound)
+
+    def generation(self, recipe: HardwareRecipe) -> dict[int, StepTime]:
+        """The time of a pass of generation at temperature 0, by the number of sequences, on the first device of a recipe. A sequence is as
+        long as a row of training. Empty without figures of the device (a CPU)."""
+        context, attention = self.work.sequence_length, self.work.attention
+        one = DenoisingPass(context=context, attention=attention, block=self.blueprint.settings_for(attention)["block_size"])
+        passes = {batch: dataclasses.replace(one, batch=batch) for batch in GENERATION_BATCHES}
+        device = recipe.hardware.devices[0]
+        network = self.network(recipe.workload(self.work).precision)
+        times = {batch: pass_time(network, self.inference_cost, work, device) for batch, work in passes.items()}
+        return {batch: time for batch, time in times.items() if time is not None}
+
+    @functools.cached_property
+    def inference_cost(self) -> PassCost:
+        """Launches and traffic of a forward pass with bfloat16 weights, without adapters."""
+        return self.blueprint.pass_costs(dataclasses.replace(self.work, precision="bfloat16", lora_rank=None)).forward
 
     def device_to_measure(self, recipe: HardwareRecipe) -> str:
         """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantised."""

@@ -24,6 +24,8 @@ Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
 MAX_EXACT_BLOCK = 4
 """Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further token doubles them."""
+TOKENS_TOGETHER = 1024
+"""Views whose rows have at most this many tokens together share a forward pass. Smaller passes do not fill a GPU."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
 """The losses of pairs, and the losses that compare the policy with a reference."""
 
@@ -141,9 +143,10 @@ class DPOConfig(PairConfig):
             views = 2**block - 1
         else:
             views = self.samples
-        all_passes = list(passes(model, work.batch, views, self.score_chunk or work.batch))
-        rows, copies = all_passes[0]
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
+        length = work.sequence_length * (2 if paired else 1)
+        all_passes = list(passes(model, work.batch, views, self.score_chunk or max(work.batch, TOKENS_TOGETHER // length)))
+        rows, copies = all_passes[0]
         count = len(all_passes)
         forward_only_passes = (count if count > 1 else 0) + (count if compared else 0)
         if not paired:
@@ -152,9 +155,11 @@ class DPOConfig(PairConfig):
             work,
             batch=min(work.batch, rows.stop),
             copies=copies.stop,
-            sequence_length=work.sequence_length * (2 if paired else 1),
+            sequence_length=length,
             documents=2 if paired else 1,
             reference=compared and self.reference == "frozen",
+            stored_reference=self.needs_reference and self.reference == "stored",
+            plans=1 if paired else 2,
             passes=count,
             forward_only_passes=forward_only_passes,
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
@@ -59,12 +60,14 @@ class ReferenceTable:
         Raises:
             TrainingError: the table was computed on other rows or other masks.
         """
-        index_B, (num_plans, count) = sample_id_B.cpu(), self.digest_EI.shape
-        if plan >= num_plans or index_B.max() >= count or not torch.equal(self.digest_EI[plan, index_B], digest_B):
+        index_B, (num_plans, count) = sample_id_B.cpu().numpy(), self.digest_EI.shape
+        known = plan < num_plans and index_B.max() < count
+        if not known or not np.array_equal(self.digest_EI.numpy()[plan, index_B], digest_B.numpy()):
             what = f"the stored log-probabilities are of other responses, or of other masks than those of view plan {plan}"
             remedy = "Evaluate on the rows given as eval_dataset, or use reference frozen or adapter"
             raise TrainingError(what, where="reference", remedy=remedy)
-        return self.log_prob_EIS[plan, index_B].T.flatten().to(sample_id_B.device)
+        log_prob_N = torch.from_numpy(self.log_prob_EIS.numpy()[plan, index_B].T.flatten())
+        return log_prob_N.to(sample_id_B.device, non_blocking=True)
 
     @classmethod
     def read(cls, path: Path, hashes: Mapping[str, str], *, replace: bool) -> ReferenceTable | None:
@@ -183,12 +186,12 @@ EMPTY_TABLE = ReferenceTable.empty(0, 1, torch.float32)
 
 def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
     """A hash of every row and its masks, regardless of padding: int64 [B], on the CPU."""
+    ids_BT, documents_BT = (batch[name].cpu().numpy() for name in ("input_ids", "documents"))
     hashes = []
-    on_cpu = (tensor.cpu() for tensor in (batch["input_ids"], views.hidden_BMT, batch["documents"] > 0))
-    for ids_T, hidden_MT, real_T in zip(*on_cpu, strict=True):
-        data = ids_T[real_T].numpy().tobytes() + hidden_MT[:, real_T].numpy().tobytes()
+    for ids_T, hidden_MT, real_T in zip(ids_BT, views.hidden_on_host, documents_BT > 0, strict=True):
+        data = ids_T[real_T].tobytes() + hidden_MT[:, real_T].tobytes()
         hashes.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True))
-    return torch.tensor(hashes)
+    return torch.from_numpy(np.array(hashes, dtype=np.int64))
 
 
 def model_hashes(lm: DiffusionLM) -> dict[str, str]:

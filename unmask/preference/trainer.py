@@ -30,7 +30,7 @@ from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.preference.batch import PreferenceBatch
-from unmask.preference.config import DPOConfig
+from unmask.preference.config import TOKENS_TOGETHER, DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
 from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
@@ -55,7 +55,8 @@ class DPOTrainer(DiffusionTrainer):
 
     Policy and reference see the same masks of a response. By default the reference is the model before training: its log-probabilities are
     computed before the first step, for the masks of every epoch, and stored in the output directory, so that training holds one model. The
-    reference can also run during training, as a frozen copy or with the adapters off. Dropout is off. Gradients are computed view by view.
+    reference can also run during training, as a frozen copy or with the adapters off. Dropout is off. Gradients are computed view by view;
+    views of few tokens share a pass.
 
     Args:
         model, args, datasets, rest: as in DiffusionTrainer.
@@ -98,7 +99,7 @@ class DPOTrainer(DiffusionTrainer):
             self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
         if self.judge is not None:
             check_prompts(self.lm, self.eval_dataset, self.sampler)
-        self.per_view = PerViewBackward(self)
+        self.per_view = PerViewBackward(self, tokens_together=TOKENS_TOGETHER)
         self.exact = args.exact(self.lm)
         self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
         self.stored: dict[str, ReferenceTable] = {}
@@ -247,16 +248,16 @@ class DPOTrainer(DiffusionTrainer):
         return (total[0] / total[1]).clamp(min=0)
 
     def _record_metrics(self, margin: Tensor, log_prob_N: Tensor, chosen_N: Tensor) -> None:
-        self.record("margin", margin.detach().mean(), len(margin))
+        margin, log_prob_N = margin.detach(), log_prob_N.detach()
+        self.record("margin", margin.mean(), len(margin))
         self.record("accuracy", (margin > 0).float().mean(), len(margin))
-        for name, selected in (("chosen", log_prob_N[chosen_N]), ("rejected", log_prob_N[~chosen_N])):
-            if len(selected) > 0:
-                self.record(name, selected.detach().mean(), len(selected))
+        for name, of_kind_N in (("chosen", chosen_N), ("rejected", ~chosen_N)):
+            count = of_kind_N.sum()
+            self.record(name, torch.where(of_kind_N, log_prob_N, 0).sum() / count.clamp_min(1), count)
 
     def count_items(self, batch: Any) -> Tensor:
-        rows = batch.rows if isinstance(batch, PreferenceBatch) else batch  # transformers also counts before `prepared`
-        sample_ids = rows["sample_id"]
-        return torch.tensor(len(sample_ids), device=sample_ids.device)
+        sample_ids = batch.rows["sample_id"]
+        return torch.full((), len(sample_ids), device=sample_ids.device)
 
     def count_tokens(self, batch: Any) -> Tensor:
         return super().count_tokens(batch.rows)

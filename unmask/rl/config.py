@@ -10,7 +10,6 @@ from typing import Any, Literal, Self, get_args
 from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe, recipe_names
 from unmask.config.on_resume import flat_values, kinds_of
-from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args
 from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import Blueprint
@@ -20,6 +19,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
+from unmask.rl.rollout_checks import CAUSAL_RECIPE_HINT, check_ahead, check_rollouts
 from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, Conflict, TrainingConfig
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
@@ -27,7 +27,6 @@ from unmask.training.sharding import weight_sharding_setting
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
 RewardErrors = Literal["unscored", "raise"]
-CAUSAL_RECIPE_HINT = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -143,6 +142,9 @@ class GRPOConfig(TrainingConfig):
     rollout: dict[str, Any] | None = setting(
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
+    max_staleness: int = setting(
+        0, "server, vllm: the most updates by which the weights that sample the next rollout may be older; 0: training waits", low=0
+    )
     importance_cap: float | None = setting(
         TokenMethod.importance_cap,
         "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: no correction",
@@ -185,7 +187,8 @@ class GRPOConfig(TrainingConfig):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
-        self._check_rollouts(sampler.model_copy(update={"trace": False}))
+        check_rollouts(self, sampler.model_copy(update={"trace": False}))
+        check_ahead(self, method)
 
     def _default_of(self, field: Field[Any]) -> Any:
         """The default of a setting, which may be the method's."""
@@ -259,26 +262,6 @@ class GRPOConfig(TrainingConfig):
                 where="reference_sync_steps",
                 remedy="Leave it out, or reference_model",
             )
-
-    def _check_rollouts(self, sampler: SamplerConfig) -> None:
-        """Refuse settings that the backend of the rollouts ignores."""
-        if self.rollout_config.backend == "vllm":  # for causal models: nothing is denoised, and the likelihood is exact
-            if (name := unread_by_vllm(sampler)) is not None:
-                what = f"vllm decodes a causal model token by token, and ignores {name}"
-                remedy = f"Leave {name} out ({CAUSAL_RECIPE_HINT}), or sample a diffusion model with rollout.backend local or server"
-                raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
-            with naming_setting_too("rollout.backend"):
-                self.refuse_for_causal_models()
-            if self.rollout_config.sync == "nccl" and self.use_cpu:
-                what = "NCCL needs a GPU on both sides"
-                raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
-            if self.corrects_for_server and self.log_prob_temperature != self.temperature:
-                what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.log_prob_temperature:g}"
-                raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
-        elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
-            what = f"{self.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
-            remedy = "Leave importance_cap out, or set rollout.backend to vllm"
-            raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
 
     @classmethod
     def kinds_on_resume(cls) -> dict[str, OnResume]:

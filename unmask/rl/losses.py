@@ -7,8 +7,11 @@ Shapes: B completions, T tokens, G groups, U averaging units (steps or views); t
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+from collections import defaultdict
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +42,7 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     """
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
-    groups, index_B = group_B.unique(return_inverse=True)
+    groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
 
     def total(values_B: Tensor) -> Tensor:
         return torch.zeros(len(groups), dtype=torch.float64, device=values_B.device).index_add(0, index_B, values_B)[index_B]
@@ -72,13 +75,14 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
     """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal (DAPO, Yu
     et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
-    kept_B = torch.zeros_like(group_B, dtype=torch.bool)
-    for group in group_B.unique():
-        member_B = group_B == group
-        rewards = reward_B[member_B & ~reward_B.isnan()]
-        if len(rewards) > 0 and low <= rewards.mean() <= high and not (spread and (rewards == rewards[0]).all()):
-            kept_B |= member_B
-    return kept_B
+    scored: dict[int, list[float]] = defaultdict(list)
+    for group, reward in zip(group_B.tolist(), reward_B.tolist(), strict=True):
+        if not math.isnan(reward):
+            scored[group].append(reward)
+    means: dict[int, Any] = {group: reward_B.new_tensor(rewards).mean().tolist() for group, rewards in scored.items()}
+    low, high = reward_B.new_tensor([low, high]).tolist()  # rounded like the means, so that a mean can equal a bound
+    kept = {group for group, mean in means.items() if low <= mean <= high and not (spread and len(set(scored[group])) == 1)}
+    return torch.tensor([group in kept for group in group_B.tolist()], dtype=torch.bool)
 
 
 def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:

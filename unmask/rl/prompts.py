@@ -92,11 +92,22 @@ class GroupSampler(Sampler[int]):
         return self.count // self.prompts_per_step * self.prompts_per_step * self.group_size * self.repeats
 
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        for start in range(0, self.count - self.prompts_per_step + 1, self.prompts_per_step):
+        order = self._order(self.epoch)
+        for index in range(self.count // self.prompts_per_step):
             for _ in range(self.repeats):
-                for sample_id in order[start : start + self.prompts_per_step]:
-                    yield from range(sample_id * self.group_size, (sample_id + 1) * self.group_size)
+                yield from self._rows(order, index)
+
+    def rollout(self, number: int) -> list[int]:
+        """The rows of rollout `number` of a run, over all processes."""
+        epoch, index = divmod(number, self.count // self.prompts_per_step)
+        return self._rows(self._order(epoch), index)
+
+    def _order(self, epoch: int) -> list[int]:
+        return torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + epoch)).tolist()
+
+    def _rows(self, order: list[int], index: int) -> list[int]:
+        chosen = order[index * self.prompts_per_step : (index + 1) * self.prompts_per_step]
+        return [sample_id * self.group_size + repeat for sample_id in chosen for repeat in range(self.group_size)]
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:

@@ -107,9 +107,12 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
         found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
         raise TrainingError(f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy)
     noised = slice(-1 if views.causal else None)
-    if (views.target_BMT & ~views.hidden_BMT)[:, noised].any():
+    visible = (views.target_BMT & ~views.hidden_BMT)[:, noised].any()
+    outside = (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any()
+    any_visible, any_outside = torch.stack([visible, outside]).tolist()  # the host waits once
+    if any_visible:
         raise TrainingError("a target is not hidden", where=where, remedy="Hide every target")
-    if (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
+    if any_outside:
         raise TrainingError("a target is outside the completion", where=where, remedy="Choose targets only from completion_BT")
 
 
@@ -127,7 +130,7 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
     traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
 
     def padded(rows: list[list[Any]], fill: Any) -> Tensor:
-        return pad_rows(rows, fill).to(lm.device)
+        return pad_rows(rows, fill).to(lm.device, non_blocking=True)
 
     completion = [[0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c)) for p, c, t in zip(prompts, tokens, traces, strict=True)]
     canvas_BT = padded([[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0).bool()

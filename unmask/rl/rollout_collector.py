@@ -5,6 +5,7 @@ Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,9 +16,11 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from unmask.config.run import SamplerConfig
 from unmask.errors import TrainingError
 from unmask.generation.output import Generation
-from unmask.generation.remote.backends import make_backend
+from unmask.generation.remote.ahead import AheadBackend
+from unmask.generation.remote.backends import Backend, make_backend
 from unmask.models.adapters import has_adapters, merged
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -111,19 +114,27 @@ class RolloutCollector:
         self.lm, self.args = trainer.lm, trainer.args
         args = self.args
         self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
-        self.backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
+        backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
+        self.backend: Backend = AheadBackend(backend) if args.max_staleness else backend
         self.completion_log = CompletionLog(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
         self._reuse_sum, self._reuse_count = 0.0, 0
         self._unscored = 0
 
+    def choose(self, rows: list[PromptRow], step: int) -> list[PromptRow]:
+        """The rows to sample: these, or as many that the curriculum chooses."""
+        return rows if self.args.curriculum is None else self._other_rows(len(rows) // self.args.num_generations, step, [])
+
+    def ask(self, rows: list[PromptRow], step: int) -> None:
+        """Make the server begin with the completions of these rows, for which `sample` waits."""
+        assert isinstance(self.backend, AheadBackend)
+        if rows:
+            self.backend.ask(*self._request(rows, self.args.temperature, step))
+
     def collect(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
-        """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups without a learning signal are replaced
-        by those of other prompts, at most `dynamic_sampling` times."""
+        """Rewarded completions of the rows' prompts. Groups without a learning signal are replaced by those of other prompts, at most
+        `dynamic_sampling` times."""
         group = self.args.num_generations
-        used: list[int] = []
-        if self.args.curriculum is not None:
-            rows = self._other_rows(len(rows) // group, step, used)
-        used += [row.sample_id for row in rows]
+        used = [row.sample_id for row in rows]
         rewarded = self.trainer.judge(rows, step)
         for attempt in range(self.args.dynamic_sampling):
             _, kept_B = self.advantages(rewarded)
@@ -138,7 +149,7 @@ class RolloutCollector:
 
     def require_scores(self, rewarded: RewardedCompletions) -> None:
         """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process has a reward."""
-        self._unscored = 0 if any(gather_object([not rewarded.total_B.isnan().all()])) else self._unscored + 1
+        self._unscored = 0 if any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))])) else self._unscored + 1
         if self._unscored and self._unscored == self.args.max_unscored_rollouts:
             what = f"no completion of the last {self._unscored} rollouts has a reward, so nothing is learnt"
             remedy = "See the warnings about reward functions, fix them, and go on with --resume; or set training.max_unscored_rollouts"
@@ -171,12 +182,10 @@ class RolloutCollector:
         Raises:
             GenerationError: a process cannot sample: its server does not answer (RemoteError), or its model returns NaN.
         """
-        keys = [completion_key(row, step) for row in rows]
-        config = self.args.sampler(temperature=temperature, seed=self.args.seed)
         generation = Generation([], [], [], [], [], [], trace=[])
         with failing_together("rollout"), self.trainer.phases("generation"), self.trainer.lockstep():
             if rows:
-                generation = self.backend.generate([row.prompt for row in rows], config, keys)
+                generation = self.backend.generate(*self._request(rows, temperature, step))
         self.trainer.phases.count(generated=sum(map(len, generation.tokens)))
         if generation.prompt_reuse is not None:
             self.trainer.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
@@ -185,14 +194,22 @@ class RolloutCollector:
                 self._reuse_count += len(rows)
         return cut_at_end(self.lm, generation)
 
-    def sync_weights(self, step: int | None) -> None:
-        """Send the weights to a server if they are due before this rollout (None: an evaluation, for which they always are). All processes
-        wait until it has them."""
+    def _request(self, rows: Sequence[PromptRow], temperature: float, step: int | None) -> tuple[list[Any], SamplerConfig, list[int]]:
+        """The prompts, settings and keys with which a backend samples."""
+        config = self.args.sampler(temperature=temperature, seed=self.args.seed)
+        return [row.prompt for row in rows], config, [completion_key(row, step) for row in rows]
+
+    def sync_weights(self, step: int | None, updates: int) -> None:
+        """Send the weights, named by the updates that were made to them, to a server if they are due before this rollout (None: an
+        evaluation, for which they always are). All processes wait until it has them."""
         if not self.backend.due(step):
             return
+        if isinstance(self.backend, AheadBackend):
+            with failing_together("rollout"):  # no process sends while the server samples for another one
+                self.backend.wait()
         with self.trainer.phases("sync"), failing_together("rollout"):
             whole = self.args.rollout_config.sync != "lora" and has_adapters(self.lm)
-            self.backend.sync(merged(self.lm) if whole else self.lm, self.trainer.state.global_step)
+            self.backend.sync(merged(self.lm) if whole else self.lm, updates)
 
     def truncated(self, generation: Generation) -> Tensor:
         """Which completions [B] fill their canvas without an end token."""
@@ -240,7 +257,7 @@ class RolloutCollector:
         trainer, group = self.trainer, self.args.num_generations
         mine = range(trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes)
         with evaluating(self.lm):
-            self.sync_weights(None)
+            self.sync_weights(None, trainer.state.global_step)
             rewarded = self.sample_and_reward([prompts[index * group] for index in mine], temperature=0.0, step=None)
         everyone = gather_object(list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True)))
         _, totals, values = zip(*sorted(everyone), strict=True)  # sorted: sums are the same for any number of processes
@@ -280,7 +297,7 @@ class RolloutCollector:
             self.trainer.record("entropy", sum(entropies) / len(entropies), len(entropies))
         named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, rewarded.reward_BF.unbind(1), strict=True)}
         for name, reward_B in {"reward": total_B, **named}.items():
-            scored_B = reward_B[~reward_B.isnan()]
+            scored_B = torch.tensor([value for value in reward_B.tolist() if not math.isnan(value)], dtype=reward_B.dtype)
             if len(scored_B) > 0:
                 self.trainer.record(name, scored_B.mean(), len(scored_B))
             if name == "reward" and len(scored_B) > 1:

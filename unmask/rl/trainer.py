@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from unmask.diffusion.views import Draw, Views
@@ -33,6 +32,7 @@ from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_ke
 from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
+from unmask.rl.rollouts_ahead import RolloutsAhead, weights_in_use
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.rl.weighted_rewards import RewardFunction, make_rewards
 from unmask.training.checkpoints import steps_done
@@ -92,6 +92,7 @@ class GRPOTrainer(DiffusionTrainer):
         self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature)
         self.reference = self._make_reference() if args.needs_reference else None
         self.collector = RolloutCollector(self, rewards)
+        self.ahead = RolloutsAhead(self)
         self.buffer: list[list[Update]] = []
         self._performance_logged = 0
 
@@ -142,7 +143,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         if chunk is None or chunk[1].start == 0:
-            self.phases.count(trained=int(batch.learnt_BT[chunk[0] if chunk else slice(None)].sum()))
+            learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
+            self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
         loss = self.method.loss(self.loss_inputs(batch, log_prob_BMT, chunk))
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
@@ -170,9 +172,9 @@ class GRPOTrainer(DiffusionTrainer):
         assert rollout.sampled_BT is not None
         gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
-        tokens = float(rollout.completion_BT.sum())
+        tokens = rollout.completion_BT.sum()
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
-        self.record("importance", weight_BT[rollout.completion_BT].mean(), tokens)
+        self.record("importance", torch.where(rollout.completion_BT, weight_BT, 0).sum() / tokens, tokens)
         return weight_BT.detach()
 
     def count_items(self, batch: Any) -> Tensor:
@@ -194,7 +196,8 @@ class GRPOTrainer(DiffusionTrainer):
     # Checkpoints.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint also holds the updates left on the current rollout, the rewards of prompts, and a reference that moved."""
+        """A checkpoint also holds the updates left on the current rollout, the weights that the next one is sampled from, the rewards of
+        prompts, and a reference that moved."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
             return
@@ -204,6 +207,7 @@ class GRPOTrainer(DiffusionTrainer):
             save_updates(folder, self.buffer, self.args)
         if self.args.should_save:
             self.collector.history.save(folder)
+            self.ahead.save(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.save(folder)
 
@@ -214,6 +218,7 @@ class GRPOTrainer(DiffusionTrainer):
         folder = Path(checkpoint)
         with reading_checkpoint(folder):
             self.collector.history.load(folder)
+            self.ahead.load(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.load(folder)
             if (steps_done(folder) or 0) % self.args.num_iterations:
@@ -250,6 +255,7 @@ class GRPOTrainer(DiffusionTrainer):
         prompts = self.held_out_rows(eval_dataset)
         with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
             metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in self.collector.mean_rewards(prompts).items()}
+            self.ahead.send()
             self.log(metrics)
             self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
             return metrics
@@ -257,11 +263,12 @@ class GRPOTrainer(DiffusionTrainer):
     @contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
         """When a server does not answer or a reward function fails, save a checkpoint from which the run can be resumed."""
-        seen, sums = dict(self.collector.history.seen), self.means.state()
+        seen, sums, ahead = dict(self.collector.history.seen), self.means.state(), self.ahead.next
         try:
             yield
         except (RemoteError, TrainingError):
-            self.collector.history.seen = seen  # the interrupted rollout is repeated
+            self.collector.history.seen, self.ahead.next = seen, ahead  # the interrupted rollout is repeated
+            self.numbers.drop()
             self.means.load(sums)
             step = self.state.global_step
             exists = (self.args.output_folder / f"checkpoint-{step}").exists()
@@ -278,9 +285,11 @@ class GRPOTrainer(DiffusionTrainer):
             self.phases.begin_step()
         micro_batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
         iteration = self.state.global_step % self.args.num_iterations
-        if micro_batches and (iteration == 0 or not self.buffer):
+        if micro_batches:
             with self.saved_if_it_fails():
-                self.buffer = self.collect_updates(micro_batches)
+                if iteration == 0 or not self.buffer:
+                    self.buffer = self.collect_updates(micro_batches)
+                self.ahead.ask_next()
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
 
@@ -288,9 +297,13 @@ class GRPOTrainer(DiffusionTrainer):
     def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
         """Sample and reward completions for one optimizer step, and take the log-probabilities that its updates need."""
         step = self.state.global_step // self.args.num_iterations
-        self.collector.sync_weights(step)
-        rewarded = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        rows = [row for micro_batch in micro_batches for row in micro_batch]
+        if (sampling := self.ahead.take(step)) is None:
+            self.collector.sync_weights(step, self.state.global_step)
+            rows = self.collector.choose(rows, step)
+        rewarded = self.collector.collect(rows if sampling is None else sampling.rows, step)
         self.collector.require_scores(rewarded)
+        self.ahead.ask_next()  # the server samples while this process takes log-probabilities and trains
         self._move_reference()
         generation = rewarded.generation
         advantage_B, kept_B = self.collector.advantages(rewarded)
@@ -305,7 +318,8 @@ class GRPOTrainer(DiffusionTrainer):
             rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrects_for_server)
             rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
             with self.phases("scoring"):
-                updates.append(self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step))
+                older = {} if sampling is None else sampling.weights
+                updates.append(self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step, older))
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
@@ -337,10 +351,14 @@ class GRPOTrainer(DiffusionTrainer):
         """The cache statistics of the masking strategy."""
         return self.masking_strategy.get_cache_stats()
 
-    def make_updates(self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
+    def make_updates(
+        self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int, older: dict[str, Tensor]
+    ) -> list[Update]:
+        """The updates of a micro-batch of rollout `step`. `older`: the trained weights that it was sampled from; {}: the present ones."""
         device = self.lm.device
-        key_B = torch.tensor([completion_key(row, step) for row in rewarded.rows], device=device)
-        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
+        keys_B = torch.tensor([completion_key(row, step) for row in rewarded.rows])
+        key_B, kept_B, advantage_B = (each.to(device, non_blocking=True) for each in (keys_B, kept_B, advantage_B))
+        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B).to(device), kept_B[:, None]
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
             remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
             raise TrainingError(f"returned a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
@@ -352,8 +370,9 @@ class GRPOTrainer(DiffusionTrainer):
                     update = replace(updates[-1])
                 else:
                     update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
-                if iteration > 0 and update.old_BMT is None:
-                    update.old_BMT = self.per_view.log_probs(self.lm, update)
+                if (iteration > 0 or older) and update.old_BMT is None:
+                    with weights_in_use(self.lm, older):
+                        update.old_BMT = self.per_view.log_probs(self.lm, update)
                 if self.reference is not None and update.reference_BMT is None:
                     with self.reference.model_in_use() as lm:
                         update.reference_BMT = self.per_view.log_probs(lm, update)
@@ -369,7 +388,7 @@ class GRPOTrainer(DiffusionTrainer):
         if self.reference is not None and every is not None and step and step // every > (step - self.args.num_iterations) // every:
             self.reference.move(self.args.reference_sync_share)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+    def _get_train_sampler(self, train_dataset: Any = None) -> GroupSampler:
         return GroupSampler(
             len(train_dataset if train_dataset is not None else self.train_dataset) // self.args.num_generations,
             prompts_per_step=self.prompts_per_step,

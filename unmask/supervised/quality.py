@@ -25,6 +25,7 @@ from unmask.errors import ConfigError, ModelError
 from unmask.generation.policies import draw as draw_tokens
 from unmask.generation.policies import weights
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 
 
@@ -88,10 +89,15 @@ def fill_in(lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden
     filled_BT = hidden_BT & (order_BT.argsort(1).argsort(1) < count)
     ids_BT = clean_BT.clone()
     if filled_BT.any():
-        logits_NV = lm.forward(forward_inputs(lm, clean_BT, padding_BT, hidden_BT[:, None], filled_BT[:, None]))
-        weight_NV = weights(logits_NV, logits_NV.amax(-1, keepdim=True))
-        ids_BT[filled_BT] = draw_tokens(weight_NV, draw.uniform(place_BT, 1, Stream.TOKEN)[:, 0][filled_BT])
+        inputs = forward_inputs(lm, clean_BT, padding_BT, hidden_BT[:, None], filled_BT[:, None])
+        uniform_N = draw.uniform(place_BT, 1, Stream.TOKEN)[:, 0][filled_BT]
+        (ids_BT[filled_BT],) = lm.reduced(inputs, Reduction(drawn, (uniform_N,)))
     return Rollout(clean_BT, ids_BT, hidden_BT & ~filled_BT, filled_BT, padding_BT)
+
+
+def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
+    """Tokens [N], drawn at temperature 1 with these uniform numbers."""
+    return (draw_tokens(weights(logits_NV, logits_NV.amax(-1, keepdim=True)), uniform_N),)
 
 
 def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tensor:
@@ -104,9 +110,9 @@ def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tenso
     noisy_BT = torch.where(hidden_BT, lm.mask_token_id, rollout.ids_BT)
     row_N, column_N = filled_BT.nonzero(as_tuple=True)
     inputs = replace(inputs, ids_BT=torch.cat([noisy_BT, inputs.ids_BT[:, length:]], 1), index_N=row_N * width + column_N)
-    with torch.set_grad_enabled(trained and torch.is_grad_enabled()), lm.capturing() as seen:
-        lm.forward(inputs)
-    return lm.quality_head(seen[0])
+    with torch.set_grad_enabled(trained and torch.is_grad_enabled()):
+        hidden_ND = lm.hidden_states(inputs)
+    return lm.quality_head(hidden_ND)
 
 
 def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ class TrainingConfig(TrainingArguments):
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
     score_chunk: int | None = setting(
         None,
-        "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows)",
+        "Noised rows per forward pass. Unset: all views of a micro-batch (grpo: as many as it has rows; dpo: that, or of 1024 tokens)",
         low=1,
         on_resume=NEUTRAL,
     )

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
+from functools import cache
 from typing import Any, get_type_hints
 
 from unmask.config.base import OnResume
@@ -42,10 +43,16 @@ def setting(
 
 def check_types(args: Any) -> None:
     """Convert fields that were declared by `setting` to their declared types. Raises ConfigError for a value of another type."""
-    hints = get_type_hints(type(args))
+    hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
         if "needs" in each.metadata and not each.metadata["choices"]:  # those are words
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
+
+
+@cache
+def _declared_types(cls: type[Any]) -> dict[str, Any]:
+    """Of all fields: reading them takes longer than all checks."""
+    return get_type_hints(cls)
 
 
 def check_settings(args: Any, is_set: Callable[[Field[Any]], bool]) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unmask.training.run_log import Sums
-
 Step = Callable[[nn.Module, Any, Any], Tensor]
 """Makes the forward and backward pass of a micro-batch, and returns its part of the loss."""
 
@@ -26,13 +24,13 @@ class HalfBatches:
         self.trainer = trainer
         self.halving = False
         self._made: list[Any] = []  # the micro-batches of this optimizer step so far
-        self._sums: Sums = {}  # the recorded metrics before the step
+        self._recorded = 0  # the metrics that were recorded before the step
         self._begins = True
 
     def make(self, step: Step, model: nn.Module, batch: Any, items: Any) -> Tensor:
         """The loss of a micro-batch, whose gradients are added."""
         if self._begins:
-            self._made, self._sums = [], self.trainer.means.state()
+            self._made, self._recorded = [], len(self.trainer.numbers)
         try:
             loss = self._in_halves(step, model, batch, items) if self.halving else step(model, batch, items)
         except torch.OutOfMemoryError as error:
@@ -55,12 +53,14 @@ class HalfBatches:
         message = f"{where}: micro-batches of {size} rows are halved from here on, with the same result. To start so: {settings}"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         self.halving = True
+        if self.trainer.per_view is not None:
+            self.trainer.per_view.tokens_together = 0
         model.zero_grad()
         gc.collect()
         torch.cuda.empty_cache()
-        self.trainer.means.load(self._sums)
+        self.trainer.numbers.drop(kept=self._recorded)
         for earlier in self._made:
-            self.trainer.add_to_loss(self._in_halves(step, model, earlier, items), steps=0)
+            self.trainer.numbers.add_loss(self._in_halves(step, model, earlier, items), steps=0)
         return self._in_halves(step, model, batch, items)
 
     def _in_halves(self, step: Step, model: nn.Module, batch: Any, items: Any) -> Tensor:

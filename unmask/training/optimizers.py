@@ -28,6 +28,11 @@ def naming_missing_library() -> Iterator[None]:
         raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
 
+def updates_in_backward(args: TrainingArguments) -> bool:
+    """Whether the optimizer updates each weight within the backward pass."""
+    return re.search("lomo|layerwise", OptimizerNames(args.optim).value) is not None
+
+
 def check_optimizer(args: TrainingArguments) -> None:
     """Raise ConfigError if torchao or bitsandbytes is needed and not installed, or bitsandbytes cannot work on the device or with FSDP."""
     name = OptimizerNames(args.optim).value

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from unmask.diffusion.log_probs import passes, view_log_probs
+from unmask.diffusion.log_probs import ViewPasses, passes, view_log_probs
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.step_timer import Phases
@@ -61,32 +61,36 @@ class PerViewBackward:
         trainer: defines the views and the loss.
         separable: whether the loss is the sum of the losses of its chunks.
         temperature: of the log-probabilities.
+        tokens_together: views whose noised rows have at most this many tokens together share a pass.
     """
 
-    def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0):
-        self.trainer, self.separable, self.temperature = trainer, separable, temperature
+    def __init__(self, trainer: ViewLoss, *, separable: bool = False, temperature: float = 1.0, tokens_together: int = 0):
+        self.trainer, self.separable, self.temperature, self.tokens_together = trainer, separable, temperature, tokens_together
+
+    def passes(self, lm: DiffusionLM, batch: Any) -> ViewPasses:
+        """The forward passes over a batch's views."""
+        return ViewPasses(lm, *self.trainer.tokens_of(batch), self.trainer.views_of(batch), temperature=self.temperature)
 
     def log_probs(self, lm: DiffusionLM, batch: Any, chunk: Chunk | None = None) -> Tensor:
         """Log-probabilities [B, M, T] of all views of a batch, pass by pass; or those of one chunk.
 
         With the same passes they are equal bit for bit with and without gradients.
         """
-        ids_BT, documents_BT = self.trainer.tokens_of(batch)
-        views = self.trainer.views_of(batch)
         if chunk is not None:
-            rows, selected = chunk
-            chunk_documents_BT = None if documents_BT is None else documents_BT[rows]
-            return view_log_probs(lm, ids_BT[rows], chunk_documents_BT, views.select(rows, selected), temperature=self.temperature)
-        return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=self._rows_per_pass(batch))
+            return self.passes(lm, batch).log_probs(*chunk)
+        ids_BT, documents_BT = self.trainer.tokens_of(batch)
+        rows, views = self._rows_per_pass(batch), self.trainer.views_of(batch)
+        return view_log_probs(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=rows)
 
     def _rows_per_pass(self, batch: Any) -> int:
-        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch."""
-        return self.trainer.args.score_chunk or len(self.trainer.tokens_of(batch)[0])
+        """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch, or of those of `tokens_together`."""
+        rows, length = self.trainer.tokens_of(batch)[0].shape
+        return self.trainer.args.score_chunk or max(rows, self.tokens_together // length)
 
     def chunks_with_targets(self, batch: Any) -> list[Chunk]:
         """The chunks of a batch, one per forward pass, without those that have no target."""
         chunks, views = self._all_chunks(batch), self.trainer.views_of(batch)
-        return [chunk for chunk in chunks if views.target_BMT[chunk].any()] or chunks[:1]
+        return [chunk for chunk in chunks if views.target_on_host[chunk].any()] or chunks[:1]
 
     def _all_chunks(self, batch: Any) -> list[Chunk]:
         views = self.trainer.views_of(batch)
@@ -111,18 +115,18 @@ class PerViewBackward:
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
         inputs = self.trainer._prepare_inputs(inputs)
-        lm = self.trainer.lm.bind(model)
+        view_passes = self.passes(self.trainer.lm.bind(model), inputs)
         assert items is not None
         num_chunks = len(chunks)
         chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)  # with zero loss: other ranks have more passes
         total = torch.zeros((), device=self.trainer.accelerator.device)
         if not self.separable:
-            total, grad_BMT = self._loss_gradient(lm, inputs, items)
+            total, grad_BMT = self._loss_gradient(view_passes, inputs, items)
         for index, chunk in enumerate(chunks):
             with self._accumulating(model, last=index == len(chunks) - 1):
                 with self.trainer.compute_loss_context_manager():
                     with self.trainer.phases("forward"):
-                        log_prob_BMT = self.log_probs(lm, inputs, chunk)
+                        log_prob_BMT = view_passes.log_probs(*chunk)
                     if not self.separable:
                         loss = (grad_BMT[chunk] * log_prob_BMT).sum()
                     else:
@@ -135,10 +139,10 @@ class PerViewBackward:
                 self.trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
         return total
 
-    def _loss_gradient(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
+    def _loss_gradient(self, view_passes: ViewPasses, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
         """The loss, and its gradient with respect to the log-probabilities [B, M, T]."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.phases("forward"), self.trainer.lockstep():
-            log_prob_BMT = self.log_probs(lm, batch).detach().requires_grad_()
+            log_prob_BMT = view_passes.all_log_probs(self._rows_per_pass(batch)).requires_grad_()
         with torch.enable_grad():
             loss = self.trainer.per_item(self.trainer.loss_on(batch, log_prob_BMT), items)
         [grad_BMT] = torch.autograd.grad(loss, log_prob_BMT)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -33,9 +34,9 @@ from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
-from unmask.training.metrics import finite, measuring, naming_missing_metric
+from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
-from unmask.training.optimizers import keep_on_host, naming_missing_library
+from unmask.training.optimizers import keep_on_host, naming_missing_library, updates_in_backward
 from unmask.training.per_view_backward import PerViewBackward
 from unmask.training.resume.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
 from unmask.training.resume.record import RunRecord
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     import peft
 
 Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
-STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 
 
 class DiffusionTrainer(Trainer):
@@ -96,7 +96,7 @@ class DiffusionTrainer(Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self.means, self.evaluating = Means(), False
+        self.means, self.numbers, self.evaluating = Means(), StepNumbers(self), False
         self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), Resumption(self)
         self.metrics, self.phases = log or RunLog(folder=args.output_folder), phases or Phases(args.device, memory=args.log_memory_usage)
         self.earlier_history, self.num_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
@@ -146,9 +146,9 @@ class DiffusionTrainer(Trainer):
         """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and causal views."""
         log_prob_BMT = view_log_probs(lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.score_chunk)
         noised = views.count - views.causal
-        for name, selected in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
+        for name, selected in [("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))][: 1 + views.causal]:
             count = views.target_BMT[:, selected].sum()
-            self.record(name, -log_prob_BMT[:, selected].detach().sum() / count.clamp_min(1), float(count))
+            self.record(name, -log_prob_BMT[:, selected].detach().sum() / count.clamp_min(1), count)
         return weighted_cross_entropy(log_prob_BMT, views)
 
     def count_items(self, batch: Batch) -> Tensor:
@@ -265,12 +265,17 @@ class DiffusionTrainer(Trainer):
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
                 loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
+        self.numbers.read()
         return loss.detach(), None, None
 
     # Training steps: overridden methods of transformers.Trainer.
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        return self.record_loss(self._half_batches.make(self._micro_step, model, inputs, num_items_in_batch))
+        loss = self._half_batches.make(self._micro_step, model, inputs, num_items_in_batch)
+        self.numbers.add_loss(loss, steps=int(self.accelerator.sync_gradients))  # a step is counted with its last micro-batch
+        if not self.is_in_train:  # else it is read before the optimizer's step
+            self.numbers.read()
+        return loss
 
     def _micro_step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
         if self.per_view is not None and (loss := self.per_view.step(model, inputs, items)) is not None:
@@ -288,18 +293,22 @@ class DiffusionTrainer(Trainer):
             loss = self.per_item(loss, num_items_in_batch)
         else:  # evaluation: each batch is divided by its own items
             items = self.count_items(inputs)
-            loss = finite(self, "loss", loss / items.clamp_min(1))
-            self.record("loss", loss.detach(), float(items))  # transformers would average over rows, not items
+            loss = loss / items.clamp_min(1)
+            self.numbers.require_finite("loss", loss)
+            self.record("loss", loss, items)  # transformers would average over rows, not items
         return (loss, None) if return_outputs else loss
 
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
         """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients over ranks."""
-        return finite(self, "loss", loss / items * self.accelerator.num_processes)
+        loss = loss / items * self.accelerator.num_processes
+        if self.is_deepspeed_enabled or updates_in_backward(self.args):  # the numbers of the step are read too late for them
+            finite(self, "loss", loss)
+        return loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         if not self.over:
             self.phases.begin_step()
-        batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
+        batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
         first = self.state.global_step * self.args.gradient_accumulation_steps
         batches = self.prepared([batch | {"rows_before": rows_before(batch, first + n, self.args)} for n, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
@@ -324,19 +333,9 @@ class DiffusionTrainer(Trainer):
 
     # Metrics.
 
-    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
-        """Add a mean over `count` values to the metric's mean in the next log line."""
-        self.means.add(name, float(value) * count, count)
-
-    def record_loss(self, loss: Tensor) -> Tensor:
-        """Add a micro-batch's part of a step's loss to the logged mean. The sums of transformers are lost on resume."""
-        self.add_to_loss(loss, steps=int(self.accelerator.sync_gradients))  # a step is counted with its last micro-batch
-        return loss
-
-    def add_to_loss(self, loss: Tensor, steps: int) -> None:
-        """Add to the sum of the steps' losses, and to their number."""
-        for name in STEP_LOSSES:
-            self.means.add(name, float(loss), steps)
+    def record(self, name: str, value: Tensor | float, count: Tensor | float = 1.0) -> None:
+        """Add a mean over `count` values to the metric's mean in the next log line. A scalar on the device is read later, with others."""
+        self.numbers.add_mean(name, value, count)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """The number of tokens without padding, which the model card reports."""
@@ -352,17 +351,18 @@ class DiffusionTrainer(Trainer):
 
     def _track_num_input_tokens(self, inputs: Batch) -> None:
         self._throughput.samples += self.count_samples(inputs)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
+        self.numbers.add_tokens(self.count_tokens(inputs))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        checked = norm is not None and self.accelerator.scaler is None  # a float16 scaler skips steps whose gradients are not finite
-        return finite(self, "gradient norm", norm) if checked else norm
+        self.numbers.read_step(norm)
+        return norm
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        self.numbers.read()
         logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
         if "loss" in logs:  # a line of training, not of evaluation
             logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)

@@ -28,14 +28,14 @@ product: atom | product "*" atom
 atom: "a" | "(" sum ")"
 """
 GRAMMARS = {
-    "arithmetic": (ARITHMETIC, "a+*()", 6),
+    "arithmetic": (ARITHMETIC, "a+*()", 5),
     "palindromes": ('start: "a" start "a" | "b" start "b" | "c"', "abc", 7),
     "as many": ('start: "a" start "b" | "a" "b"', "ab", 8),
     "from the right": ('start: "a" start | other\nother: "b" start | "c"', "abc", 7),
     "from the left": ('start: start "a" | "b" | other\nother: start "c"', "abc", 7),
     "lists": ('start: "(" item* ")"\nitem: start | "a" ","?', "a(),", 6),
     "optional": ('start: ["a"] "b"~2..3 | empty "c"\nempty:', "abc", 5),
-    "ignored": ('start: "a" ("b" start)? "c"\n%ignore " "', "abc ", 7),
+    "ignored": ('start: "a" ("b" start)? "c"\n%ignore " "', "abc ", 6),
     "characters of classes": (r"start: /[[&a]/ /[^[&]/? | /[^\w]\s/ | /\W\D/ | /[a&&b]#/", "[a&\x1c²#", 3),
     "marks and digits": (r"start: /\w+/ | /\S[\W\x20]/ | /[^\S]/", "a²\u0301\x1c ", 4),
     "terminals": ('start: WORD ("," WORD)*\nWORD: /a[ab]*/ | "b"i', "abB,", 6),

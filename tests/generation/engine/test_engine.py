@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine
-from unmask.generation.engine.steps import SequenceState
+from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.requests import make_requests
 
 
@@ -159,6 +160,19 @@ def test_committing_needs_no_extra_pass(attention, block_size):
         engine.submit(request, config)
     steps = max(trace.forward_passes for _, trace in engine.run())
     assert steps == 24 and engine.num_forward_passes <= steps + 2  # the prompts', of different lengths
+
+
+@pytest.mark.parametrize("guidances", list(itertools.product((0.0, 0.7), repeat=3)))
+def test_some_sequences_are_guided_while_others_draft(guidances):
+    lm = tiny("phi", "block_causal", 4, eos_bias=-9.0)
+    engine, expected = Engine(lm), {}
+    for key, guidance in enumerate(guidances):
+        config = SamplerConfig(max_new_tokens=7, temperature=1.0, guidance=guidance, drafts=0 if guidance else 2, trace=True)
+        requests = make_requests(lm, [[4, 5, 6, 7, 8, 9, 4, 5, 6]], config, [key])
+        expected[engine.submit(requests[0], config)] = naive.complete(lm, requests, config).trace[0]
+    for ticket, trace in engine.run():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])
@@ -323,3 +337,17 @@ def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, bl
         alone = Engine(lm)
         alone.submit(request, apart)
         assert results[ticket].log_probs == next(alone.run())[1].log_probs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_sequences_may_use_different_numbers_of_drafts(temperature):
+    """In the same step: some go on from predictions of a draft, others from those of the state itself."""
+    lm = tiny("phi", "block_causal", 4, eos_bias=-torch.inf)
+    prompts = [[4 + (start + index) % 6 for index in range(length)] for start, length in enumerate((5, 9, 3, 16, 8, 9))]
+    config = SamplerConfig(max_new_tokens=12, drafts=2, temperature=temperature, trace=True)
+    requests = make_requests(lm, prompts, config)
+    engine = Engine(lm)
+    tickets = [engine.submit(request, config) for request in requests]
+    results = dict(engine.run())
+    expected = naive.complete(lm, requests, config)
+    assert [results[ticket].canvas for ticket in tickets] == [trace.canvas for trace in expected.trace]

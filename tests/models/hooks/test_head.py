@@ -173,9 +173,8 @@ def test_the_mask_token_has_no_probability(name, in_chunks, monkeypatch):
 
 def nothing_left(lm: DiffusionLM) -> bool:
     rows = lm._head
-    return rows.captured is None and all(
-        getattr(rows, name) is None for name in ("index_N", "target_N", "log_prob_N", "hidden_ND", "_first_V")
-    )
+    left = [getattr(rows, name) for name in ("captured", "index_N", "reduction", "reduced", "hidden_ND", "_first_V")]
+    return not rows.first_only and all(each is None for each in left)
 
 
 @pytest.mark.usefixtures("chunks")

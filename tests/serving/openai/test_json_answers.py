@@ -42,7 +42,7 @@ async def check(schedulers: list[Scheduler], count: int) -> int:
         for number, (schema, size) in enumerate(SCHEMAS):
             wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
             body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "response_format": wanted, "max_tokens": size}
-            body |= {"n": 4, "temperature": 1.5, "seed": seed, "diffusion": {"threshold": 0.05} if seed % 2 else {}}
+            body |= {"n": 4, "temperature": 1.5, "seed": seed, "diffusion": {"threshold": 0.05} if (seed + number // 2) % 2 else {}}
             response = await post(apps[(seed + number) % 2], "chat/completions", body)
             assert response.status_code == 200, response.text
             for choice in response.json()["choices"]:

@@ -251,7 +251,7 @@ UNTRAINED = {
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics", "optim_target_modules"),
     *("label_smoothing_factor", "neftune_noise_alpha", "dataloader_multiprocessing_context", "auto_find_batch_size"),
     *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
-    *("text_column", "rollout", "importance_cap"),
+    *("text_column", "rollout", "importance_cap", "max_staleness"),
 }
 """Settings whose kind is checked by the record alone."""
 OF_ONE_VERB = NEUTRAL | ANOTHER_RUN
@@ -285,7 +285,8 @@ WITHOUT_A_DECLARATION = {
     *("desirable_weight", "difficulty", "difficulty_reward", "distillation", "drop_equal_groups", "dual_clip"),
     *("dynamic_sampling", "epsilon", "epsilon_high", "eubo_beta", "eubo_share", "exact_count", "importance_cap", "kl"),
     *("kl_to", "kl_unbiased", "label_smoothing", "learn", "length_normalization", "log_ratio_clamp", "logit_shift"),
-    *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_gap", "max_length", "max_time"),
+    *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_gap", "max_length", "max_staleness"),
+    *("max_time",),
     *("method", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
     *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "quality_head", "quality_tokens", "ratio", "reference"),
     *("reference_model", "reference_sync_share", "reference_sync_steps", "reward_weights", "rollout"),

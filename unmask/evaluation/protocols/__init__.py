@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def read_protocol(name: str, task: str) -> Protocol:
     return Protocol(**about, **own, name=name, task=found, variant=variant or None)
 
 
+@cache
 def _read(name: str) -> dict[str, Any]:
     if name not in (names := protocol_names()):
         raise ConfigError(f"there is no protocol {name!r}", where="protocol", remedy=did_you_mean(name, names))

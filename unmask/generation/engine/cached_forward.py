@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from unmask.generation.engine.host import moved, moved_together
 from unmask.generation.engine.kv_cache import SlotCache
-from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry, as_columns
+from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
@@ -24,6 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 class Extent(NamedTuple):
     """The part of a sequence that a pass computes: clean positions from `first` to `base`, the block from there to `stop`, and drafts."""
 
+    slot: int
     first: int
     base: int
     stop: int
@@ -34,106 +37,147 @@ class Extent(NamedTuple):
 class Queries:
     """The queries of a pass."""
 
+    slot_BQ: Tensor
     position_BQ: Tensor  # in the sequence; 0 for padding
-    real_BQ: Tensor  # False for padding
+    document_BQ: Tensor  # 1; 0 for padding
     copy_BQ: Tensor  # 0 for clean tokens, 1 for the current block, 2 and more for its drafts
     column_BQ: Tensor  # the cache column of the query's key and value
     end_BQ: Tensor  # the query attends to the columns before this one
     ids_BQ: Tensor
-    hidden_BQ: Tensor
+    hidden_BQ: Tensor | None = None  # only for a time embedding
     draft_BQ2: Tensor | None = None  # for a draft's query also first and last + 1 of its draft's columns; None: no drafts
     path_BQK: Tensor | None = None  # the drafted tokens before a query, which it attends to as well; None: no drafted tokens
+    mask: AttentionMask | None = None  # the keys that all this says; made by the first pass with these queries
+
+    @cached_property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """The slots and columns [B, 1, Q] that the pass writes."""
+        return self.slot_BQ[:, None], self.column_BQ[:, None]
+
+
+class Plan(NamedTuple):
+    """The queries of a pass over blocks, which stay the same until one of the sequences goes on to another block."""
+
+    num_clean: int  # queries of clean tokens
+    width: int  # of the block, and of each draft
+    queries: Queries
 
 
 def cached_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
 ) -> Tensor:
     """A pass over the current block of every sequence and its drafts, which do not attend to each other. It also computes the clean tokens
     before the block that are not cached, and with a logit shift the last clean token again, because it predicts the first token of the
     block."""
-    device = member_N.device
-    extents = [_extent(lm, entry) for entry in entries]
-    num_clean = max(extent.base - extent.first for extent in extents)
-    width = max(extent.stop - extent.base for extent in extents)
-    copies = 1 + max(extent.num_drafts for extent in extents)
-    first_B1, base_B1, stop_B1, drafts_B1 = as_columns(extents, device)
-    offset_Q = torch.cat([torch.arange(-num_clean, 0, device=device), torch.arange(width, device=device).repeat(copies)])  # from the base
-    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(width), (num_clean, 0))
-    position_BQ = base_B1 + offset_Q
-    real_BQ = (position_BQ >= first_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
-    queries = _queries(lm, slots, entries, position_BQ, real_BQ, base_B1, stop_B1)
+    assert slots.cache is not None
+    device, shift = position_N.device, int(lm.logit_shift)
+    extents = tuple(_extent(lm, entry) for entry in entries)
+    cells = len(extents) * max(extent.stop for extent in extents) * max(entry.num_queries(lm) for entry in entries)
+    num_clean, width, queries = slots.plans.get((extents, slots.cache.shape), lambda: _plan(lm, slots, extents), cells)
+    base_B = np.array([extent.base for extent in extents])
+    _fill_in(lm, slots, queries)
     for member, (entry, extent) in enumerate(zip(entries, extents, strict=True)):
         if entry.draft is not None:
             block = slice(entry.start - extent.base, entry.stop - extent.base)
             for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
-                values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
-    if copies > 1:  # a draft has columns after the block, and attends to these and to the clean tokens
-        draft_BQ = real_BQ & (ahead_Q > 0)
-        draft_start_BQ = stop_B1 + (ahead_Q - 1) * width
-        queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
-        queries.column_BQ = torch.where(draft_BQ, draft_start_BQ + offset_Q, queries.column_BQ)
-        queries.end_BQ = torch.where(draft_BQ, base_B1, queries.end_BQ)
-        queries.draft_BQ2 = torch.stack([draft_start_BQ, draft_start_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
-    offset_N = position_N - base_B1[member_N, 0]
-    shift_N = slots.shifts(lm, entries, member_N, position_N)
-    query_N = torch.where(offset_N < shift_N, num_clean - 1, num_clean + ahead_N * width + offset_N - shift_N)
+                if values_BQ is not None:
+                    values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
+    row_N = member_N * queries.ids_BQ.shape[1] + num_clean
+    index_N = moved(row_N + ahead_N * width - base_B[member_N] - shift, device) + position_N
+    if shift and ahead_N.any():  # the last clean token predicts the first one of a draft, too
+        last_N, base_N = moved_together(device, row_N - 1, np.where(ahead_N > 0, base_B[member_N], -1))
+        index_N = torch.where(position_N == base_N, last_N, index_N)
+    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
+    index_N = index_N if unshifted_N is None else index_N + unshifted_N
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
-    return run_pass(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
+    return run_pass(lm, slots, entries, queries, columns, index_N)
+
+
+def _plan(lm: DiffusionLM, slots: Slots, extents: Sequence[Extent]) -> Plan:
+    """The queries of a pass over these parts of sequences, without their tokens."""
+    slot_B1, first_B1, base_B1, stop_B1, drafts_B1 = np.array(extents).T[:, :, None]
+    num_clean, width = int((base_B1 - first_B1).max()), int((stop_B1 - base_B1).max())
+    copies = 1 + int(drafts_B1.max())
+    offset_Q = np.concatenate([np.arange(-num_clean, 0), np.tile(np.arange(width), copies)])  # from the base
+    ahead_Q = np.concatenate([np.zeros(num_clean, dtype=int), np.repeat(np.arange(copies), width)])
+    position_BQ = base_B1 + offset_Q
+    real_BQ = (position_BQ >= first_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
+    draft_start_BQ = stop_B1 + (ahead_Q - 1) * width  # a draft has columns after the block, and attends to these and to the clean tokens
+    drafts = (ahead_Q, draft_start_BQ, draft_start_BQ + offset_Q) if copies > 1 else None
+    return Plan(num_clean, width, _queries(lm, slots, slot_B1, position_BQ, real_BQ, base_B1, stop_B1, drafts))
 
 
 def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], cache: SlotCache | None = None) -> None:
     """Cache the keys and values of the clean tokens before the current blocks; `cache` as for `run_pass`."""
-    spans = [(entry.num_cached, entry.base(lm)) for entry in entries]
-    start_B1, base_B1 = as_columns(spans, slots.ids_SC.device)
-    position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
-    queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
-    run_pass(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1), cache=cache)
+    slot_B1, start_B1, base_B1 = np.array([(entry.slot, entry.num_cached, entry.base(lm)) for entry in entries]).T[:, :, None]
+    position_BQ = start_B1 + np.arange((base_B1 - start_B1).max())
+    queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < base_B1, base_B1, base_B1)
+    _fill_in(lm, slots, queries)
+    run_pass(lm, slots, entries, queries, int(base_B1.max()), queries.position_BQ.new_zeros(1), cache=cache)
 
 
 def partial_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
 ) -> Tensor:
     """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025, "Fast-dLLM")."""
-    device, shift = member_N.device, int(lm.logit_shift)
-    spans = [(max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length) for entry in entries if entry.recompute is not None]
-    start_B1, stop_B1, length_B1 = as_columns(spans, device)
-    position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
-    queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
-    index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0]
-    index_N = index_N - slots.shifts(lm, entries, member_N, position_N)
+    shift = int(lm.logit_shift)
+    spans = [(entry.slot, max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length) for entry in entries if entry.recompute]
+    slot_B1, start_B1, stop_B1, length_B1 = np.array(spans).T[:, :, None]
+    position_BQ = start_B1 + np.arange((stop_B1 - start_B1).max())
+    queries = _queries(lm, slots, slot_B1, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
+    _fill_in(lm, slots, queries)
+    index_N = moved(member_N * position_BQ.shape[1] - start_B1[member_N, 0] - shift, position_N.device) + position_N
+    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
+    index_N = index_N if unshifted_N is None else index_N + unshifted_N
     return run_pass(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
 
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
     base = entry.base(lm)
     first = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
-    return Extent(first, base, base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0)
+    stop, drafts = base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0
+    return Extent(entry.slot, first, base, stop, drafts)
 
 
 def _queries(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], position_BQ: Tensor, real_BQ: Tensor, base_B1: Tensor, stop_B1: Tensor
+    lm: DiffusionLM,
+    slots: Slots,
+    slot_B1: np.ndarray,
+    position_BQ: np.ndarray,
+    real_BQ: np.ndarray,
+    base_B1: np.ndarray,
+    stop_B1: np.ndarray,
+    drafts: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None,
 ) -> Queries:
-    """The queries of these positions. Those before `base` are clean: they attend to clean tokens up to the end of their block, or with a
-    causal context up to themselves. The others attend to all positions before `stop`. In a bidirectional model all attend to all."""
+    """The queries of these positions, without their tokens. Those before `base` are clean: they attend to clean tokens up to the end of
+    their block, or with a causal context up to themselves. The others attend to all positions before `stop`. In a bidirectional model all
+    attend to all. `drafts`: the steps ahead [Q], the first column of each draft and the column of each query [B, Q]."""
     assert slots.cache is not None
-    slot_B1 = torch.tensor([[entry.slot] for entry in entries], device=position_BQ.device)
-    position_BQ = torch.where(real_BQ, position_BQ, 0)
+    position_BQ = np.where(real_BQ, position_BQ, 0)
     if lm.attention == "bidirectional":
-        noisy_BQ, end_BQ = torch.zeros_like(real_BQ), base_B1.expand_as(position_BQ)
+        noisy_BQ, end_BQ = np.zeros_like(real_BQ), np.broadcast_to(base_B1, position_BQ.shape)
     else:
         size = lm.block_size or 1
         noisy_BQ = real_BQ & (position_BQ >= base_B1)
-        block_end_BQ = position_BQ + 1 if lm.causal_context or size == 1 else (position_BQ // size + 1) * size
-        end_BQ = torch.where(noisy_BQ, stop_B1, torch.minimum(block_end_BQ, base_B1)).clamp_min(1)  # padding attends to the first key
-    return Queries(
-        position_BQ=position_BQ,
-        real_BQ=real_BQ,
-        copy_BQ=noisy_BQ.long(),
-        column_BQ=torch.where(real_BQ, position_BQ, slots.cache.shape[1]),
-        end_BQ=end_BQ,
-        ids_BQ=slots.ids_SC[slot_B1, position_BQ],
-        hidden_BQ=real_BQ & slots.hidden_SC[slot_B1, position_BQ],
-    )
+        block_end_BQ = position_BQ + 1 if lm.causal_context else (position_BQ // size + 1) * size
+        end_BQ = np.where(noisy_BQ, stop_B1, np.minimum(block_end_BQ, base_B1)).clip(1)  # padding attends to the first key
+    copy_BQ, column_BQ, draft_BQ = noisy_BQ.astype(int), np.where(real_BQ, position_BQ, slots.cache.shape[1]), []
+    if drafts is not None:
+        ahead_Q, start_BQ, draft_column_BQ = drafts
+        is_draft_BQ = real_BQ & (ahead_Q > 0)
+        copy_BQ, end_BQ = copy_BQ * (1 + ahead_Q), np.where(is_draft_BQ, base_B1, end_BQ)
+        column_BQ = np.where(is_draft_BQ, draft_column_BQ, column_BQ)
+        draft_BQ = [np.where(is_draft_BQ, start_BQ, 0), np.where(is_draft_BQ, start_BQ + stop_B1 - base_B1, 0)]
+    rows = [np.broadcast_to(slot_B1, position_BQ.shape), position_BQ, real_BQ, copy_BQ, column_BQ, end_BQ]
+    slot, position, document, copy, column, end, *draft = moved_together(slots.ids_SC.device, *rows, *draft_BQ)
+    return Queries(slot, position, document, copy, column, end, position, draft_BQ2=torch.stack(draft, -1) if draft else None)
+
+
+def _fill_in(lm: DiffusionLM, slots: Slots, queries: Queries) -> None:
+    """The present tokens of the queries."""
+    at = (queries.slot_BQ, queries.position_BQ)
+    queries.ids_BQ = slots.ids_SC[at]
+    queries.hidden_BQ = (queries.document_BQ > 0) & slots.hidden_SC[at] if lm.has_time_embedding else None
 
 
 def run_pass(
@@ -155,24 +199,30 @@ def run_pass(
     """
     cache = slots.cache if cache is None else cache
     assert cache is not None
-    slot_indices = [entry.slot for entry in entries]
-    layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
+    layout = Layout(queries.document_BQ, queries.position_BQ, queries.copy_BQ)
     fraction_BQ = None  # of hidden tokens
     if lm.has_time_embedding and lm.attention == "bidirectional":
-        length_B1 = torch.tensor([[entry.length] for entry in entries], device=index_N.device)
-        fraction_BQ = (slots.hidden_SC[slot_indices].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
+        length_B1 = moved(np.array([[entry.length] for entry in entries]), index_N.device)
+        fraction_BQ = (slots.hidden_SC[queries.slot_BQ[:, 0]].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
+        assert queries.hidden_BQ is not None
         fraction_BQ = hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout, lm.attention, lm.block_size)
-    key_K = torch.arange(max(columns, 1), device=index_N.device)
+    if queries.mask is None:
+        queries.mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
+    inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
+    return lm.forward(inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, max(columns, 1)))
+
+
+def _mask(queries: Queries, columns: int, cache: SlotCache, windows: bool) -> AttentionMask:
+    """The keys that each query attends to."""
+    key_K = torch.arange(max(columns, 1), device=queries.end_BQ.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:
         allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])
     if queries.path_BQK is not None:
         allowed_BQK |= queries.path_BQK
     positions = None
-    if windows or lm.attention == "causal":  # keys of earlier passes are at the position of their column
-        column_BC = torch.arange(cache.shape[1] + 1, device=index_N.device).repeat(len(entries), 1)
+    if windows:  # keys of earlier passes are at the position of their column
+        column_BC = torch.arange(cache.shape[1] + 1, device=key_K.device).repeat(len(queries.end_BQ), 1)
         positions = (queries.position_BQ, column_BC.scatter_(1, queries.column_BQ, queries.position_BQ)[:, : len(key_K)])
-    mask = AttentionMask(allowed_BQK[:, None], positions)
-    inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
-    return lm.forward(inputs, cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))
+    return AttentionMask(allowed_BQK[:, None], positions)

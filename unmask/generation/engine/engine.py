@@ -5,33 +5,36 @@ Shapes: B running sequences, S slots, C columns (positions), W positions of a bl
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import compress
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
+from unmask.generation.engine.host import moved, moved_together, starts
+from unmask.generation.engine.noise import num_numbers
+from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.speculate import Verifier, begin, speculate
-from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
+from unmask.generation.engine.steps import draft_ahead, reveal
 from unmask.generation.output import Trace
-from unmask.generation.policies import MOST_TOP, guide
+from unmask.generation.policies import MOST_TOP, guide, nan_error
 from unmask.generation.remote.verify import check_served, check_server
 from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, block_start, check_settings, check_verified, check_verifier
 from unmask.generation.speculation import num_columns
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-
-Item = TypeVar("Item")
 
 
 class SequenceView(NamedTuple):
@@ -122,6 +125,8 @@ class Engine:
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.create_cache()
+        if not config.self_speculative:
+            self.slots.create_noise(num_numbers(request, config))
         if config.top_log_probs:
             self.slots.create_top("top", min(MOST_TOP, self.lm.config.vocab_size))
         if config.top_forbidden:
@@ -162,8 +167,14 @@ class Engine:
                 yield self.finished.popleft()
 
     def step(self) -> list[tuple[int, Trace]]:
-        """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor `step` has returned yet."""
+        """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor `step` has returned yet.
+
+        Raises:
+            GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at which it may stop.
+        """
         self._denoise()
+        if any(map(math.isnan, self.slots.sum_S[: self.slots.count].tolist())):
+            raise nan_error()
         finished, self.finished = list(self.finished), deque()
         return finished
 
@@ -171,7 +182,8 @@ class Engine:
     def _denoise(self) -> None:
         """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
         of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
-        with evaluating(self.lm), evaluating(self._verifier or self.lm):
+        self._finish([sequence for sequence in self.running if sequence.block == len(sequence.request.blocks)])  # NaN, or interrupted
+        with evaluating(self.lm), nullcontext() if self._verifier is None else evaluating(self._verifier):
             self._admit()
             sequences = [sequence for sequence in self.running if sequence.speculation is None]
             if sequences:
@@ -191,7 +203,9 @@ class Engine:
             if not active:
                 break
             stepping = [sequences[i] for i in active]
-            reveal(self.slots, stepping, self._predictions_of(predictions, active, len(sequences), predictions.ahead_N == ahead))
+            drafted, ahead_N = predictions.ahead_N.any(), predictions.ahead_N
+            own = self._predictions_of(predictions, active, sequences, ahead_N == ahead) if drafted else predictions
+            reveal(self.slots, stepping, own)
             self._advance(stepping)
         return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
 
@@ -201,18 +215,19 @@ class Engine:
             sequence.draft = None
         drafting = [i for i in used if sequences[i].config.drafts]
         if drafting:
-            used_B = torch.tensor([used.get(i, 0) for i in range(len(sequences))], device=predictions.member_N.device)
-            latest = self._predictions_of(predictions, drafting, len(sequences), predictions.ahead_N == used_B[predictions.member_N])
+            used_B = np.array([used.get(i, 0) for i in range(len(sequences))])
+            latest = self._predictions_of(predictions, drafting, sequences, predictions.ahead_N == used_B[predictions.member_N])
             draft_ahead(self.slots, [sequences[i] for i in drafting], latest)
 
     @staticmethod
-    def _predictions_of(predictions: Predictions, members: list[int], count: int, keep_N: Tensor) -> Predictions:
-        """The predictions of some members, renumbered."""
-        if len(members) == count and not predictions.drafted:
-            return predictions
-        number_B = torch.full((count,), -1, device=keep_N.device)
-        number_B[members] = torch.arange(len(members), device=keep_N.device)
-        return predictions.where(keep_N & (number_B[predictions.member_N] >= 0), number_B)
+    def _predictions_of(predictions: Predictions, active: list[int], sequences: list[SequenceState], keep_N: np.ndarray) -> Predictions:
+        """The predictions of some members, renumbered, with their present slots: these move when others leave."""
+        number_B, slot_B = np.full(len(sequences), -1), np.array([sequences[i].slots[0] for i in active])
+        number_B[active] = np.arange(len(active))
+        member_N = number_B[predictions.member_N]
+        index_J = np.flatnonzero(keep_N & (member_N >= 0))
+        part = predictions.at(index_J[np.argsort(member_N[index_J], kind="stable")], number_B)  # those of drafts came last
+        return part._replace(slot_N=moved(slot_B[part.member_N], part.position_N.device))
 
     def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
         """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that was reached."""
@@ -222,7 +237,7 @@ class Engine:
             at = (sequences[i].slots[0], slice(*sequences[i].span))
             same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
             equal.append(same_W.all())
-        return select(drafts, equal)
+        return [i for i, same in zip(drafts, torch.stack(equal).tolist(), strict=True) if same] if equal else []
 
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
@@ -241,8 +256,9 @@ class Engine:
             grown = max(num_slots, reserved_slots), max(num_columns, reserved_columns)
             fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
             self.slots.reserve(*(grown if fits else (num_slots, num_columns)))
+        added = iter(self.slots.add_all([(ids, sequence.request.hidden) for sequence in entering for ids in self._texts(sequence)]))
         for sequence in entering:
-            sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
+            sequence.slots = list(islice(added, sequence.num_slots))
             self.running.append(sequence)
         if self.slots.cache is not None:
             self.slots.clear_caches([slot for sequence in entering for slot in sequence.slots])
@@ -278,7 +294,7 @@ class Engine:
                     cache_clean_tokens(self._verifier, self.slots, members, self.slots.verifier_cache)
                 self.num_forward_passes += 1
         for (source, base), targets in copies.items():
-            self.slots.copy_keys(source, torch.tensor(targets, device=self.lm.device), base)
+            self.slots.copy_keys(source, moved(np.array(targets), self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now does the cache hold them
             sequence.num_cached = self._prefix(sequence)
@@ -294,8 +310,7 @@ class Engine:
         sequences = [sequence for sequence in self.running if sequence.speculation is not None]
         if sequences:
             self.num_forward_passes += 1
-            for sequence in speculate(self.lm, self.verifier, self.slots, sequences, alone=self._alone):
-                self._finish(sequence)
+            self._finish(speculate(self.lm, self.verifier, self.slots, sequences, alone=self._alone))
 
     @property
     def _alone(self) -> bool:
@@ -313,73 +328,73 @@ class Engine:
             sequence.num_forward_passes += 1
         if not guided:
             return predictions
-        count, device = len(sequences), predictions.member_N.device
-        unconditional = {sequence: count + number for number, sequence in enumerate(guided)}
-        unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(sequences)], device=device)
+        count, device, member_N = len(sequences), predictions.position_N.device, predictions.member_N
+        unconditional_B = np.arange(count)
+        unconditional_B[[sequences.index(sequence) for sequence in guided]] = count + np.arange(len(guided))
+        index_J = np.flatnonzero(member_N < count)
+        member_J, row_B = member_N[index_J], starts([entry.num_predicted for entry in entries])
+        row_J = np.where(unconditional_B[member_J] < count, index_J, row_B[unconditional_B[member_J]] + index_J - row_B[member_J])
+        conditional = predictions.at(index_J)
         weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in sequences])
-        current_N = (predictions.ahead_N == 0).nonzero().squeeze(1)
-        place_BC = torch.full((len(entries), self.slots.ids_SC.shape[1]), -1, device=device)
-        place_BC[predictions.member_N[current_N], predictions.position_N[current_N]] = current_N
-        conditional = predictions.where(predictions.member_N < count)
-        unconditional_NV = predictions.logits_NV[place_BC[unconditional_B[conditional.member_N], conditional.position_N]]
-        return conditional._replace(logits_NV=guide(conditional.logits_NV, unconditional_NV, weight_B[conditional.member_N][:, None]))
+        guided_NV = guide(conditional.logits_NV, predictions.logits_NV[moved(row_J, device)], weight_B[moved(member_J, device)][:, None])
+        return conditional._replace(logits_NV=guided_NV)
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         revise = config.revise.by if config.revise is not None and sequence.num_revised else None
+        num_predicted = sequence.num_hidden + (sequence.num_visible if revise else 0)
+        entry = BatchEntry(slot, length, start, stop, num_predicted, revise=revise)
         if config.cache != "exact":
             refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             stale = (start, stop if config.cache == "dual" else length)
-            return BatchEntry(slot, length, start, stop, recompute=(0, length) if refresh else stale, revise=revise)
+            return entry._replace(recompute=(0, length) if refresh else stale)
         own = (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done, revise)
-        state = None if self.exact_cache else own
-        return BatchEntry(slot, length, start, stop, sequence.num_cached, state=state, draft=sequence.draft, revise=revise)
+        return entry._replace(num_cached=sequence.num_cached, state=None if self.exact_cache else own, draft=sequence.draft)
 
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""
-        ended = self._ended(sequences)
+        ended = [sequence for sequence in sequences if sequence.num_hidden == 0]
         for sequence in sequences:
             sequence.num_cached = max(sequence.num_cached, block_start(sequence.span[0], self.lm.block_size))
             sequence.step, sequence.steps_done = sequence.step + 1, sequence.steps_done + 1
-            if sequence in ended:
-                sequence.block, sequence.step, sequence.draft = sequence.block + 1, 0, None
-        stopped = self._stopped([sequence for sequence in sequences if sequence in ended])
-        for sequence in sequences:
-            if sequence in stopped or sequence.block == len(sequence.request.blocks):
-                self._finish(sequence)
-
-    def _ended(self, sequences: list[SequenceState]) -> set[SequenceState]:
-        """The sequences whose current block has no hidden token left."""
-        adaptive = [sequence for sequence in sequences if sequence.config.parallel or sequence.config.early_commit is not None]
-        hidden = [self.slots.hidden_SC[sequence.slots[0], slice(*sequence.span)].any() for sequence in adaptive]
-        by_count = {sequence for sequence in sequences if sequence.step + 1 == len(sequence.counts)}
-        return by_count - set(adaptive) | set(adaptive) - set(select(adaptive, hidden))
+        for sequence in ended:
+            sequence.begin_block(sequence.block + 1)
+        stopped = self._stopped(ended)
+        self._finish([sequence for sequence in sequences if sequence in stopped or sequence.block == len(sequence.request.blocks)])
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
-        """The sequences that have produced an end token and stop at it."""
+        """The sequences that have produced an end token, in the block that ended now, and stop at it."""
         stopping = [sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids]
         if not stopping:
             return set()
-        end_token_ids = torch.tensor(self.lm.eos_token_ids, device=self.slots.ids_SC.device)
-        decoded = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in stopping]
-        return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_token_ids).any() for span in decoded]))
+        slot_B1, start_B1, stop_B1 = np.array([(s.slots[0], *s.request.blocks[s.block - 1]) for s in stopping]).T[:, :, None]
+        position_BW = np.minimum(start_B1 + np.arange((stop_B1 - start_B1).max()), stop_B1 - 1)
+        at = moved_together(self.lm.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW)
+        end_token_ids = moved(np.array(self.lm.eos_token_ids), self.lm.device)
+        ended, nan = torch.stack((torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())).tolist()
+        return {sequence for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True) if is_ended or is_nan}
 
-    def _finish(self, sequence: SequenceState) -> None:
-        trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config)
-        if sequence.speculation is not None:
-            trace.num_drafted, trace.num_accepted = sequence.speculation.num_drafted, sequence.speculation.num_accepted
-        self.finished.append((sequence.ticket, trace))
-        self._leave(sequence)
+    def _finish(self, sequences: list[SequenceState]) -> None:
+        """Sequences leave with their traces. Raises GenerationError if predictions of some were NaN; these stay."""
+        if not sequences:
+            return
+        sum_S = self.slots.sum_S.tolist()
+        finished = [sequence for sequence in sequences if not math.isnan(sum_S[sequence.slots[0]])]
+        traces = self.slots.traces([(each.slots[0], each.request, each.config) for each in finished])
+        for sequence, trace in zip(finished, traces, strict=True):
+            trace.forward_passes = sequence.num_forward_passes
+            if sequence.speculation is not None:
+                trace.num_drafted, trace.num_accepted = sequence.speculation.num_drafted, sequence.speculation.num_accepted
+            self.finished.append((sequence.ticket, trace))
+        for sequence in sorted(finished, key=lambda sequence: -sequence.slots[-1]):  # the last ones first: then none has to move
+            self._leave(sequence)
+        if len(finished) < len(sequences):
+            raise nan_error()
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
-            for other in self.running:
+            for other in self.running if moved != slot else ():
                 other.slots = [slot if each == moved else each for each in other.slots]
         self.running.sort(key=lambda other: other.slots[0])  # the cache of adjacent slots is read without a copy
-
-
-def select(items: Iterable[Item], flags: Sequence[Tensor]) -> list[Item]:
-    """The items whose flag, a boolean tensor, is true. All flags are copied to the CPU at once."""
-    return list(compress(items, torch.stack(list(flags)).tolist())) if flags else []

@@ -7,71 +7,88 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
+from unmask.generation.engine.host import moved, slot_index, starts
 from unmask.generation.engine.slots import BatchEntry, Slots
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.attention import AttentionMask, Layout, hidden_fraction
+from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 WASTE = 1024  # tokens of padding above which a separate pass is cheaper
-Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], Tensor, Tensor, Tensor], Tensor]
+Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], np.ndarray, Tensor, np.ndarray], Tensor]
 
 
 class Predictions(NamedTuple):
     """Predictions at hidden positions, ordered by sequence and position; those of drafts come last."""
 
     logits_NV: Tensor  # aligned
-    member_N: Tensor  # index of the sequence in the pass
+    member_N: np.ndarray  # index of the sequence in the pass
+    slot_N: Tensor  # of the sequence
     position_N: Tensor  # in the sequence
-    ahead_N: Tensor  # how many steps ahead the predicted state is drafted; 0: the current state
-    drafted: bool  # whether there are drafts
+    ahead_N: np.ndarray  # how many steps ahead the predicted state is drafted; 0: the current state
     quality_N: Tensor | None = None  # the logs of the quality head's probabilities; None: not computed
 
-    def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Predictions:
-        """Those that `keep_N` selects; `number_B` renumbers their members."""
-        index_J = keep_N.nonzero().squeeze(1)
-        member_J = self.member_N[index_J] if number_B is None else number_B[self.member_N[index_J]]
+    def counts(self, size: int) -> np.ndarray:
+        """The number [B] of predictions of each of so many sequences."""
+        return np.bincount(self.member_N, minlength=size)
+
+    def take(self, index_J: Tensor, member_J: np.ndarray) -> Predictions:
+        """Those at these rows, whose members are these."""
         quality_J = None if self.quality_N is None else self.quality_N[index_J]
-        return Predictions(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted, quality_J)
+        ahead_J = np.zeros_like(member_J)
+        return Predictions(self.logits_NV[index_J], member_J, self.slot_N[index_J], self.position_N[index_J], ahead_J, quality_J)
+
+    def at(self, index_J: np.ndarray, number_B: np.ndarray | None = None) -> Predictions:
+        """Those at these rows; `number_B` renumbers their members."""
+        member_N = self.member_N if number_B is None else number_B[self.member_N]
+        if np.array_equal(index_J, np.arange(len(member_N))):
+            return self._replace(member_N=member_N)
+        taken = self.take(moved(index_J, self.position_N.device), member_N[index_J])
+        return taken._replace(ahead_N=self.ahead_N[index_J])
 
 
 def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Predictions:
     """Logits at the positions of the current blocks that `Slots.hidden_positions` names. Sequences in equal states are computed once.
     Sequences of very different lengths have separate passes. With `alone`, every sequence has a pass of its own."""
-    member_N, position_N, ahead_N = slots.hidden_positions(entries)
+    member_N, slot_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
-    parts: list[Tensor] = []
-    source_N = torch.empty_like(member_N)  # index of each position among the computed ones
-    count = 0
     judged = any(entry.revise == "quality" for entry in entries)
+    passes = list(_passes(lm, entries, computed, alone))
+    if len(passes) == 1 and len(computed) == len(entries) and not judged:
+        logits_NV = passes[0][1](lm, slots, entries, member_N, position_N, ahead_N)
+        return Predictions(logits_NV, member_N, slot_N, position_N, ahead_N)
+    parts: list[Tensor] = []
+    source_N = np.empty_like(member_N)  # index of each position among the computed ones
+    count = 0
     states: list[Tensor] = []
-    for members, run in _passes(lm, entries, computed, alone):
-        number_B = torch.full((len(entries),), -1)
-        number_B[members] = torch.arange(len(members))
-        number_N = number_B.to(member_N.device)[member_N]
-        index_J = (number_N >= 0).nonzero().squeeze(1)
+    for group, run in passes:
+        number_B = np.full(len(entries), -1)
+        number_B[group] = np.arange(len(group))
+        index_J = np.flatnonzero(number_B[member_N] >= 0)
+        position_J = position_N if len(index_J) == len(member_N) else position_N[moved(index_J, position_N.device)]
         with lm.capturing() if judged else nullcontext(states) as seen:
-            parts.append(run(lm, slots, [entries[member] for member in members], number_N[index_J], position_N[index_J], ahead_N[index_J]))
+            own = [entries[member] for member in group]
+            parts.append(run(lm, slots, own, number_B[member_N[index_J]], position_J, ahead_N[index_J]))
         states = states + seen if judged else states
-        source_N[index_J] = torch.arange(count, count + len(index_J), device=member_N.device)
+        source_N[index_J] = np.arange(count, count + len(index_J))
         count += len(index_J)
     if len(computed) < len(entries):  # such sequences have no drafts
-        source_BC = torch.empty(len(entries), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
-        source_BC[member_N, position_N] = source_N
-        source_N = source_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
+        first_B = starts([entry.num_predicted for entry in entries])
+        source_N = source_N[first_B[np.array(twin)[member_N]] + np.arange(len(member_N)) - first_B[member_N]]
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if len(parts) > 1 or len(computed) < len(entries):
-        logits_NV = logits_NV[source_N]
+    source = None if np.array_equal(source_N, np.arange(count)) else moved(source_N, position_N.device)
     quality_N = None
     if judged:
         assert lm.quality_head is not None
-        quality_N = logsigmoid(lm.quality_head(torch.cat(states)))[source_N]
-    return Predictions(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries), quality_N)
+        quality_N = logsigmoid(lm.quality_head(torch.cat(states)))
+        quality_N = quality_N if source is None else quality_N[source]
+    return Predictions(logits_NV if source is None else logits_NV[source], member_N, slot_N, position_N, ahead_N, quality_N)
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -89,17 +106,28 @@ def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
 
 
 def full_pass(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor, ahead_N: np.ndarray
 ) -> Tensor:
     """A pass of a bidirectional model over whole sequences."""
-    length_B = torch.tensor([entry.length for entry in entries], device=member_N.device)
-    slot_B = torch.tensor([entry.slot for entry in entries], device=member_N.device)
-    width = max(entry.length for entry in entries)
-    padded = any(entry.length < width for entry in entries)
-    real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
-    inputs = lm.noised_inputs(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
-    index_N = (member_N * width + position_N - slots.shifts(lm, entries, member_N, position_N)).clamp_min(0)
-    return lm.forward(replace(inputs, index_N=index_N, pruned=True))
+    lengths = tuple(entry.length for entry in entries)
+    width, rows = max(lengths), slot_index([entry.slot for entry in entries], position_N.device)
+    ids_BT = slots.ids_SC[:, :width][rows]
+    layout, mask = slots.plans.get(lengths, lambda: _layout(lm, ids_BT, lengths), len(lengths) * width**2)
+    fraction_BT = None
+    if lm.has_time_embedding:
+        fraction_BT = hidden_fraction(slots.hidden_SC[:, :width][rows], layout, lm.attention, lm.block_size)
+    index_N = moved(member_N * width - int(lm.logit_shift), position_N.device) + position_N
+    unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
+    index_N = index_N if unshifted_N is None else index_N + unshifted_N
+    return lm.forward(ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT, pruned=True))
+
+
+def _layout(lm: DiffusionLM, ids_BT: Tensor, lengths: Sequence[int]) -> tuple[Layout, AttentionMask]:
+    """The layout and mask of whole sequences of these lengths."""
+    width = ids_BT.shape[1]
+    if min(lengths) == width:
+        return lm.layout_and_mask(ids_BT, None)
+    return lm.layout_and_mask(ids_BT, moved(np.arange(width) < np.array(lengths)[:, None], ids_BT.device))
 
 
 def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
@@ -112,7 +140,8 @@ def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int],
 
 
 def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
-    """The members to compute, and for every member the computed one with the same state, which may be itself."""
+    """The members to compute, and for every member the computed one with the same state, which may be itself. The host reads which states
+    of sequences with the same prompt are equal."""
     groups: dict[tuple, list[int]] = {}
     for member, entry in enumerate(entries):
         if entry.state is not None:
@@ -120,7 +149,7 @@ def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], l
     twin = list(range(len(entries)))
     for members in groups.values():
         if len(members) > 1:
-            slot_B = torch.tensor([entries[member].slot for member in members], device=slots.ids_SC.device)
+            slot_B = moved(np.array([entries[member].slot for member in members]), slots.ids_SC.device)
             state_BC = torch.where(slots.hidden_SC[slot_B], -1, slots.ids_SC[slot_B])
             first: dict[int, int] = {}
             for member, state in zip(members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True):

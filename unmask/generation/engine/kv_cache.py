@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from unmask.generation.engine.host import slot_index
+
 
 class SlotCache(Cache):
     """A key-value cache for models, of a fixed number of slots and columns."""
@@ -23,10 +25,12 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.shape = (0, 0)
-        self.slot_B = torch.zeros(0, dtype=torch.long)  # of the current pass, in the order of its batch
-        self.first: int | None = None  # of these slots, if they are consecutive
-        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # where the pass writes; padding: the extra column after the last
+        self.heads: dict[int, Tensor] = {}  # numbers [H, 1] of heads, by how many a layer has
+        self.index: slice | Tensor = slice(0)  # of the slots of the current pass, in the order of its batch
+        self.slot_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)  # the same
+        self.column_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)  # where the pass writes; padding: the extra column after the last
         self.width = 0  # the number of columns that the pass reads
+        self._read: list[tuple[Tensor, Tensor]] = []  # of each layer that part of `stored`, if the slots are consecutive
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; stored keys and values stay, as far as they fit."""
@@ -36,7 +40,7 @@ class SlotCache(Cache):
             for old, new in zip(pair, grown, strict=True):
                 new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
             self.stored[layer] = grown
-        self.shape = (slots, columns)
+        self.shape, self._read = (slots, columns), []
 
     def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
         """Copy the first columns of a slot to another, or to several."""
@@ -53,21 +57,29 @@ class SlotCache(Cache):
         for stored in chain.from_iterable(self.stored):
             stored[list(slots)] = 0
 
-    def begin_pass(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
+    def begin_pass(self, slots: list[int], slot_B1Q: Tensor, column_B1Q: Tensor, width: int) -> SlotCache:
         """Set the slots, columns and width of the next pass, and return the cache."""
-        self.slot_B = torch.tensor(slots, device=column_BQ.device)
-        self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
-        self.column_BQ, self.width = column_BQ, width
+        index = slot_index(slots, column_B1Q.device)
+        if isinstance(index, Tensor):
+            self._read = []
+        elif len(self._read) < len(self.stored) or (index, width) != (self.index, self.width):
+            self._read = [(keys[index, :, :width], values[index, :, :width]) for keys, values in self.stored]
+        self.index, self.slot_B1Q, self.column_B1Q, self.width = index, slot_B1Q, column_B1Q, width
         return self
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D]."""
         if layer_idx == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
+        if (count := key_states.shape[1]) not in self.heads:
+            self.heads[count] = torch.arange(count, device=key_states.device)[:, None]
+        at = (self.slot_B1Q, self.heads[count], self.column_B1Q)
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
-            stored[self.slot_B[:, None], :, self.column_BQ] = new.transpose(1, 2)
-        slots = self.slot_B if self.first is None else slice(self.first, self.first + len(key_states))
-        keys, values = (stored[:, :, : self.width][slots] for stored in self.stored[layer_idx])
+            stored[at] = new
+        if layer_idx < len(self._read) and not torch.compiler.is_compiling():
+            return self._read[layer_idx]
+        index = self.index if isinstance(self.index, Tensor) else slice(self.index.start, self.index.start + len(key_states))
+        keys, values = (stored[:, :, : self.width][index] for stored in self.stored[layer_idx])
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

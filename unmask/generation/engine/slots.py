@@ -9,21 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
+from unmask.generation.engine.host import first_by_order, first_true, members, moved, moved_together, ranks, slot_index
 from unmask.generation.engine.kv_cache import SlotCache
 from unmask.generation.output import Trace
 from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.mask_cache import MaskCache
 
 TABLES = (
-    *("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC"),
+    *("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC", "noise_SU", "sum_S"),
     *("top_id_SCK", "top_log_prob_SCK", "forbidden_id_SCK", "forbidden_log_prob_SCK"),
 )
+PLANS_KEPT = 16
+CELLS_KEPT = 2**24
+"""Elements of the masks of all kept plans: 16 MB as booleans, and four times that where they are added in float32."""
 Which = Literal["top", "forbidden"]
 """Of what tokens the most probable ones are recorded: of all, or of those that the constraint forbids."""
 
@@ -33,6 +39,7 @@ class Draft(NamedTuple):
 
     ids_GW: Tensor  # with the mask token at hidden positions
     hidden_GW: Tensor
+    num_hidden: list[int]  # of each state
 
 
 class BatchEntry(NamedTuple):
@@ -42,6 +49,7 @@ class BatchEntry(NamedTuple):
     length: int  # of the whole sequence
     start: int
     stop: int
+    num_predicted: int = 0  # positions of the block to predict: the hidden ones, and with `revise` those that were revealed in it
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
     recompute: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
     state: tuple | None = None  # equal in sequences that may be in the same state; None: no other sequence is
@@ -96,17 +104,23 @@ class Slots:
         step_SC: the step that revealed each token; -1: none.
         log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
         top_id_SCK, top_log_prob_SCK, forbidden_id_SCK, forbidden_log_prob_SCK: likewise; K is 0 until `create_top`.
+        noise_SU: random numbers of the next steps (`noise.py`); U is 0 until `create_noise`.
+        sum_S: of the log-probabilities of all tokens that were considered so far; NaN if some predictions were.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
         self.mask_token_id = mask_token_id
         self.count = 0
+        self.plans: MaskCache = MaskCache(PLANS_KEPT, CELLS_KEPT)  # what a pass needs of the host, by what the host knows of its sequences
         self.cache: SlotCache | None = None
         self.verifier_cache: SlotCache | None = None  # of another model, which verifies the drafts of this one
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
+        self.noise_SU = torch.zeros(0, 0, dtype=torch.float64, device=device)
+        self.sum_S = torch.zeros(0, dtype=torch.float64, device=device)
+        self.shown = torch.zeros((), dtype=torch.bool, device=device)
         self.top_id_SCK, self.forbidden_id_SCK = (torch.zeros(0, 0, 0, dtype=torch.long, device=device) for _ in range(2))
         self.top_log_prob_SCK, self.forbidden_log_prob_SCK = (torch.zeros(0, 0, 0, dtype=torch.float64, device=device) for _ in range(2))
 
@@ -114,9 +128,11 @@ class Slots:
         """Allocate slots and columns; those in use keep their values."""
         for name in TABLES:
             old = getattr(self, name)
-            new = old.new_full((slots, columns, *old.shape[2:]), self.mask_token_id if name == "ids_SC" else 0)
-            width = min(columns, old.shape[1])
-            new[: self.count, :width] = old[: self.count, :width]
+            shape = (slots, columns, *old.shape[2:]) if "_SC" in name else (slots, *old.shape[1:])
+            new = old.new_full(shape, self.mask_token_id if name == "ids_SC" else 0)
+            if self.count:
+                kept = tuple(slice(min(sizes)) for sizes in zip((self.count, *old.shape[1:]), shape, strict=True))
+                new[kept] = old[kept]
             setattr(self, name, new)
         for cache in self._caches:
             cache.reserve(slots, columns)
@@ -126,6 +142,11 @@ class Slots:
         for name in (f"{which}_id_SCK", f"{which}_log_prob_SCK"):
             if getattr(self, name).shape[2] == 0:
                 setattr(self, name, getattr(self, name).new_zeros(*self.ids_SC.shape, count))
+
+    def create_noise(self, width: int) -> None:
+        """Have room for so many random numbers per slot."""
+        if self.noise_SU.shape[1] < width:
+            self.noise_SU = F.pad(self.noise_SU, (0, width - self.noise_SU.shape[1]))
 
     def create_cache(self) -> None:
         """Create the key-value cache, unless there is one."""
@@ -152,48 +173,58 @@ class Slots:
         for cache in self._caches:
             cache.copy(source, targets, columns)
 
-    def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
-        """Member, position and steps ahead (0: the current state) of every position to predict: the hidden ones of the current blocks, and
-        the revealed ones of a block that is revised."""
-        blocks = [(entry.slot, entry.start, entry.stop) for entry in entries]
-        slot_B, start_B, stop_B = torch.tensor(blocks, device=self.ids_SC.device).unbind(1)
-        position_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
-        inside_BC = (position_C >= start_B[:, None]) & (position_C < stop_B[:, None])
-        hidden_BC = self.hidden_SC[slot_B]
+    def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
+        """Member, slot, position and steps ahead (0: the current state) of every position to predict: the hidden ones of the current
+        blocks, and the revealed ones of a block that is revised. The host knows how many, and the device which."""
+        device = self.ids_SC.device
+        slot_B, start_B, stop_B, count_B = np.array([(entry.slot, entry.start, entry.stop, entry.num_predicted) for entry in entries]).T
+        position_BW = np.minimum(start_B[:, None] + np.arange((stop_B - start_B).max()), self.ids_SC.shape[1] - 1)
+        at = moved_together(device, np.broadcast_to(slot_B[:, None], position_BW.shape), position_BW)
+        hidden_BW = self.hidden_SC[at]
         if any(entry.revise is not None for entry in entries):
-            revise_B = torch.tensor([entry.revise is not None for entry in entries], device=slot_B.device)
-            hidden_BC = hidden_BC | (revise_B[:, None] & (self.step_SC[slot_B] >= 0))
-        index = [F.pad((hidden_BC & inside_BC).nonzero(), (0, 1))]
+            revise_B1 = moved(np.array([[entry.revise is not None] for entry in entries]), device)
+            hidden_BW = hidden_BW | (revise_B1 & (self.step_SC[at] >= 0))
+        order_BW = first_true(hidden_BW)  # what is not in the block comes after what is
+        member_N = members(count_B)
+        slot_N, position_N, ahead_N = moved(slot_B[member_N], device), first_by_order(order_BW, start_B, count_B), np.zeros_like(member_N)
         for member, entry in enumerate(entries):
             if entry.draft is not None:
-                ahead_J, column_J = entry.draft.hidden_GW.nonzero(as_tuple=True)
-                index.append(torch.stack([torch.full_like(ahead_J, member), entry.start + column_J, 1 + ahead_J], 1))
-        member_N, position_N, ahead_N = torch.cat(index).T.contiguous().unbind()
-        return member_N, position_N, ahead_N
+                number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
+                at = moved_together(device, number_J, ranks(counts))
+                position_N = torch.cat([position_N, first_true(entry.draft.hidden_GW)[at] + entry.start])
+                slot_N = torch.cat([slot_N, torch.full_like(at[0], entry.slot)])
+                member_N, ahead_N = np.append(member_N, np.full_like(number_J, member)), np.append(ahead_N, 1 + number_J)
+        return member_N, slot_N, position_N, ahead_N
 
-    def shifts(self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor) -> Tensor | int:
-        """The number of rows before each position at which it is read: with a logit shift 1, but 0 where a visible token's quality is."""
+    def unshifted(self, lm: DiffusionLM, entries: Sequence[BatchEntry], member_N: np.ndarray, position_N: Tensor) -> Tensor | None:
+        """The positions that are read at their own row despite a logit shift: visible ones whose quality is read. None: there are none."""
         if not lm.logit_shift or all(entry.revise != "quality" for entry in entries):
-            return int(lm.logit_shift)
-        slot_B, quality_B = torch.tensor([(entry.slot, entry.revise == "quality") for entry in entries], device=member_N.device).unbind(1)
-        return 1 - (~self.hidden_SC[slot_B[member_N], position_N] & (quality_B[member_N] > 0)).long()
+            return None
+        slot_B, quality_B = np.array([(entry.slot, entry.revise == "quality") for entry in entries]).T
+        slot_N, quality_N = moved_together(position_N.device, slot_B[member_N], quality_B[member_N])
+        return ~self.hidden_SC[slot_N, position_N] & (quality_N > 0)
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
         """Put a sequence into the next slot."""
-        slot, width = self.count, len(ids)
-        self.count += 1
-        self.ids_SC[slot] = self.mask_token_id
-        self.ids_SC[slot, :width] = torch.tensor(ids, device=self.ids_SC.device)
-        self.hidden_SC[slot] = False
-        self.hidden_SC[slot, :width] = torch.tensor(hidden, device=self.ids_SC.device)
-        self.step_SC[slot] = -1
-        for name in ("log_prob_SC", "sampled_SC", "entropy_SC"):
-            getattr(self, name)[slot] = 0.0
-        return slot
+        return self.add_all([(ids, hidden)])[0]
+
+    def add_all(self, texts: Sequence[tuple[list[int], list[bool]]]) -> list[int]:
+        """Put sequences, of ids and which of these are hidden, into the next slots."""
+        ids_RC = np.full((len(texts), self.ids_SC.shape[1]), self.mask_token_id)
+        hidden_RC = np.zeros(ids_RC.shape, dtype=bool)
+        for row, (ids, hidden) in enumerate(texts):
+            ids_RC[row, : len(ids)], hidden_RC[row, : len(ids)] = ids, hidden
+        added = slice(self.count, self.count + len(texts))
+        self.count += len(texts)
+        self.ids_SC[added], self.hidden_SC[added] = moved(ids_RC, self.ids_SC.device), moved(hidden_RC, self.ids_SC.device)
+        self.step_SC[added].fill_(-1)
+        for table in (self.log_prob_SC, self.sampled_SC, self.entropy_SC, self.sum_S):
+            table[added].zero_()
+        return list(range(added.start, added.stop))
 
     def write(self, at: tuple[Tensor, Tensor], decision: Decision, index_J: Tensor, step_J: Tensor) -> None:
         """Reveal tokens of a decision, of its index `index_J`, at these slots and positions."""
-        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = decision.token_N[index_J], False, step_J.to(self.step_SC.dtype)
+        self.ids_SC[at], self.hidden_SC[at], self.step_SC[at] = decision.token_N[index_J], self.shown, step_J.to(self.step_SC.dtype)
         records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
         for table, values_N in zip((self.log_prob_SC, self.sampled_SC, self.entropy_SC), records, strict=True):
             if values_N is not None:
@@ -209,23 +240,31 @@ class Slots:
         """Free a slot: the last one in use moves there. Returns its old index."""
         self.count -= 1
         if slot != self.count:
-            for name in TABLES:
-                getattr(self, name)[slot] = getattr(self, name)[self.count]
+            for table in (getattr(self, name) for name in TABLES):
+                if table.numel():
+                    table[slot] = table[self.count]
             for cache in self._caches:
-                cache.copy(self.count, slot, cache.shape[1])
+                cache.copy(self.count, slot, cache.shape[1] + 1)
         return self.count
 
-    def trace(self, slot: int, request: Request, passes: int, config: SamplerConfig) -> Trace:
-        """The trace of a slot's sequence."""
-        at = (slot, slice(request.start, request.length))
-        trace = Trace(self.ids_SC[at].tolist(), self.step_SC[at].tolist(), self.log_prob_SC[at].tolist(), forward_passes=passes)
-        if config.trace:
-            trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
-        if config.top_log_probs:
-            trace.top_ids, trace.top_log_probs = self.most_probable("top", at, config.top_log_probs)
-        if config.top_forbidden:
-            trace.forbidden_ids, trace.forbidden_log_probs = self.most_probable("forbidden", at, config.top_forbidden)
-        return trace
+    def traces(self, finished: Sequence[tuple[int, Request, SamplerConfig]]) -> list[Trace]:
+        """The traces of sequences in these slots, without the number of their forward passes."""
+        if not finished:
+            return []
+        rows = slot_index([slot for slot, _, _ in finished], self.ids_SC.device)
+        tables = [table[rows].tolist() for table in (self.ids_SC, self.step_SC, self.log_prob_SC)]
+        traces = []
+        for (slot, request, config), *columns in zip(finished, *tables, strict=True):
+            at = (slot, slice(request.start, request.length))
+            trace = Trace(*(column_C[at[1]] for column_C in columns))
+            if config.trace:
+                trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
+            if config.top_log_probs:
+                trace.top_ids, trace.top_log_probs = self.most_probable("top", at, config.top_log_probs)
+            if config.top_forbidden:
+                trace.forbidden_ids, trace.forbidden_log_probs = self.most_probable("forbidden", at, config.top_forbidden)
+            traces.append(trace)
+        return traces
 
     def most_probable(self, which: Which, at: tuple[int, slice], count: int) -> tuple[list[list[int]], list[list[float]]]:
         """At each of a slot's positions, the most probable tokens when it was revealed, at most `count`, and their log-probabilities; none
@@ -240,8 +279,7 @@ class Slots:
         )
         return ids, log_probs
 
-    def present(self, slot_N: Tensor, vocabulary: int) -> Tensor:
-        """The tokens [N, V] that occur in the sequences of these slots."""
-        slot_R, row_N = slot_N.unique(return_inverse=True)
-        shown_RC = torch.where(self.hidden_SC[slot_R], self.mask_token_id, self.ids_SC[slot_R])
-        return torch.zeros(len(slot_R), vocabulary, dtype=torch.bool, device=slot_N.device).scatter_(1, shown_RC, True)[row_N]
+    def present(self, slot_B: Tensor, vocabulary: int) -> Tensor:
+        """The tokens [B, V] that occur in the sequences of these slots."""
+        shown_BC = torch.where(self.hidden_SC[slot_B], self.mask_token_id, self.ids_SC[slot_B])
+        return torch.zeros(len(slot_B), vocabulary, dtype=torch.bool, device=slot_B.device).scatter_(1, shown_BC, True)

@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import pad_sequence
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import buckets
 from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.sequence import SequenceState, Speculation
 from unmask.generation.engine.slots import Slots, SpeculativeEntry, as_columns
 from unmask.generation.engine.speculative_forward import draft_pass, speculative_pass
-from unmask.generation.engine.steps import SequenceState, Speculation
 from unmask.generation.output import end_of
 from unmask.generation.policies import Decision
 from unmask.generation.remote.verify import server_logits

@@ -106,8 +106,9 @@ def _queries(lm: DiffusionLM, slots: Slots, entries: Sequence[SpeculativeEntry],
     path_PQ = F.pad(plan.path_QG, (1, 1)).T  # no query sees what is before or after all drafts as a draft
     drafted_BK = (torch.arange(columns, device=group_Q.device) - base_B1).clamp(-1, plan.num_drafts) + 1
     return Queries(
+        slot_BQ=slot_B1.expand_as(position_BQ),
         position_BQ=position_BQ,
-        real_BQ=text_BQ | masked_BQ,
+        document_BQ=(text_BQ | masked_BQ).long(),
         copy_BQ=torch.where(masked_BQ, 1 + group_Q, 0),
         column_BQ=torch.where(text_BQ | masked_BQ, column_BQ, slots.cache.shape[1]),
         end_BQ=torch.where(number_Q < 0, position_BQ + 1, base_B1),

@@ -1,255 +1,220 @@
 """What `Engine._denoise` does after the forward pass: decide on tokens, reveal the best (`reveal`), draft later states (`draft_ahead`).
 
-Shapes: B sequences, N hidden positions of their blocks, J chosen ones, S slots, C columns (positions), W positions of a block, G drafts,
-V vocabulary.
+The host knows how many tokens each sequence reveals and hides again, and the device which: it sorts, and the host takes the first ones.
+Only where predictions decide how many (`threshold`, `factor`, `entropy_bound`, `early_commit`, `revise.below`), the host reads the number.
+
+Shapes: B sequences, N positions of their blocks with predictions, J chosen ones, M the most of one sequence, S slots, C columns
+(positions), W positions of a block, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.constraints.decide import decide_given, windows_of
 from unmask.generation.engine.forward import Predictions
-from unmask.generation.engine.slots import Draft, Slots, as_columns
-from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, num_accepted
-from unmask.generation.requests import Request
+from unmask.generation.engine.host import first_by_order, first_by_priority, first_true, members, moved, moved_together, padded
+from unmask.generation.engine.noise import numbers
+from unmask.generation.engine.sequence import SequenceState
+from unmask.generation.engine.slots import Draft, Slots
+from unmask.generation.policies import Decision, decide_by, num_accepted
 from unmask.generation.revise import doubts, present_log_probs
 
-
-@dataclass
-class Speculation:
-    """The progress of a sequence in mode self-speculative."""
-
-    position: int  # of the first token that is not decided
-    num_drafter_cached: int  # positions whose keys the drafting model has cached, where another one verifies
-    draft_G: Tensor  # the tokens of the first nodes of the tree
-    drafted_DKV: Tensor  # the distributions that the candidates at each depth were drawn from
-    num_drafted: int = 0  # tokens so far that were verified
-    num_accepted: int = 0  # and kept
-
-
-@dataclass(eq=False)
-class SequenceState:
-    """A request and its progress."""
-
-    ticket: int
-    request: Request
-    config: SamplerConfig
-    num_columns: int  # KV-cache columns reserved for the sequence: positions and drafts
-    slots: list[int] = field(default_factory=list)  # its slot, and with guidance that of the copy with a hidden prompt
-    block: int = 0  # the current decoding block
-    step: int = 0  # denoising steps of this block so far
-    steps_done: int = 0  # denoising steps of all blocks so far
-    num_forward_passes: int = 0
-    num_cached: int = 0  # positions whose keys and values are cached, from the first one on
-    draft: Draft | None = None  # the predicted states after the next steps
-    speculation: Speculation | None = None  # in mode self-speculative
-
-    @property
-    def span(self) -> tuple[int, int]:
-        return self.request.blocks[self.block]
-
-    @property
-    def counts(self) -> list[int]:
-        """Tokens to reveal at each step of the block; empty where the predictions decide."""
-        return self.request.counts[self.block] if self.request.counts else []
-
-    def tokens_to_reveal(self, ahead: int) -> int:
-        """The count of the step that comes `ahead` steps after the current one; 0 after the last step."""
-        step = self.step + ahead
-        return self.counts[step] if step < len(self.counts) else 0
-
-    @property
-    def num_remasked(self) -> int:
-        """The number of tokens that the step hides again. It reveals as many more than its count."""
-        return count_remasked(self.counts, self.step, self.config.remask)
-
-    @property
-    def num_revised(self) -> int:
-        """The most tokens that the step hides again by its own predictions. It reveals as many more than its count."""
-        return self.request.revisions[self.block][self.step] if self.request.revisions else 0
-
-    @property
-    def num_slots(self) -> int:
-        """2 with guidance, else 1."""
-        return 1 + (self.config.guidance > 0)
+At = tuple[Tensor, Tensor]  # slots and positions
 
 
 def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
     """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to the slots."""
-    device = predictions.member_N.device
-    hide_at = more_B = None
-    if any(sequence.num_revised for sequence in sequences):
-        predictions, hide_at, more_B = _revise(slots, sequences, predictions)
-    decision = decide_all(slots, sequences, predictions)
-    index_J, _ = choose(sequences, predictions, decision, more_B=more_B)
+    device = predictions.position_N.device
     again = [sequence.num_remasked for sequence in sequences]
-    if any(again):
-        _remask(slots, sequences, again)
-    if hide_at is not None:
-        _hide(slots, hide_at)
-    slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
-    member_J = predictions.member_N[index_J]
-    at = (slot_B[member_J], predictions.position_N[index_J])
-    slots.write(at, decision, index_J, step_B[member_J])
-    for sequence in sequences:
-        if sequence.num_slots == 2:
-            slot, unconditional = sequence.slots
-            block = slice(*sequence.span)
-            filled_W = slots.hidden_SC[slot, block] | (slots.step_SC[slot, block] >= 0)  # the other tokens belong to the prompt
-            slots.ids_SC[unconditional, block] = torch.where(filled_W, slots.ids_SC[slot, block], slots.mask_token_id)
-            slots.hidden_SC[unconditional, block] = slots.hidden_SC[slot, block]
-            slots.step_SC[unconditional, block] = slots.step_SC[slot, block]
+    hide_at = [_unlikely(slots, sequences, again)] if any(again) else []
+    if any(sequence.num_revised for sequence in sequences):
+        predictions, visible_at, revised = _revise(slots, sequences, predictions)
+        hide_at, again = [*hide_at, visible_at], [one + other for one, other in zip(again, revised, strict=True)]
+    decision = decide_all(slots, sequences, predictions)
+    decision = decision._replace(log_prob_N=decision.log_prob_N.double())
+    index_J, chosen = choose(sequences, predictions, decision, again=again)
+    step_B = np.array([sequence.steps_done for sequence in sequences], dtype=np.int32)
+    slot_J, step_J = predictions.slot_N[index_J], moved(np.repeat(step_B, chosen), device)
+    for at in hide_at:
+        slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
+    slots.write((slot_J, predictions.position_N[index_J]), decision, index_J, step_J)
+    slots.sum_S.index_add_(0, predictions.slot_N, decision.log_prob_N)
+    for sequence, revealed, hidden in zip(sequences, chosen, again, strict=True):
+        sequence.num_hidden += hidden - revealed
+    if guided := [sequence for sequence in sequences if sequence.num_slots == 2]:
+        _copy_blocks(slots, guided)
+
+
+def _copy_blocks(slots: Slots, guided: list[SequenceState]) -> None:
+    """Show what was decoded in the copies with a hidden prompt too."""
+    spans = [(*sequence.slots, *sequence.span) for sequence in guided]
+    slot_B, copy_B, start_B, stop_B = np.array(spans).T
+    member_N = members(stop_B - start_B)
+    position_N = np.concatenate([np.arange(start, stop) for _, _, start, stop in spans])
+    slot_N, copy_N, column_N = moved_together(slots.ids_SC.device, slot_B[member_N], copy_B[member_N], position_N)
+    at, copied = (slot_N, column_N), (copy_N, column_N)
+    hidden_N, step_N = slots.hidden_SC[at], slots.step_SC[at]
+    filled_N = hidden_N | (step_N >= 0)  # the other tokens belong to the prompt
+    slots.ids_SC[copied] = torch.where(filled_N, slots.ids_SC[at], slots.mask_token_id)
+    slots.hidden_SC[copied], slots.step_SC[copied] = hidden_N, step_N
 
 
 def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0) -> Decision:
     """The token that would be revealed at each position, by the settings of its sequence."""
-    per_sequence = [(sequence.request.key, sequence.steps_done + ahead, sequence.slots[0]) for sequence in sequences]
-    key_N, step_N, slot_N = torch.tensor(per_sequence, device=predictions.member_N.device)[predictions.member_N].unbind(1)
-    parts: list[tuple[Any, Decision]] = []
-    for config, uses_B in _by_settings(sequences, key_N.device):
+    member_N, device = predictions.member_N, predictions.position_N.device
+    parts: list[tuple[Tensor | None, Decision]] = []
+    for config, uses_B in _by_settings(sequences):
         if config.constraint is not None:
-            members = [member for member, sequence in enumerate(sequences) if sequence.config is config]
-            parts += [_decide_given(slots, sequences[member], member, predictions, key_N, step_N) for member in members]
+            parts += [_decide_given(slots, sequences[member], member, predictions, ahead) for member in np.flatnonzero(uses_B).tolist()]
             continue
-        at = slice(None) if uses_B is None else uses_B[predictions.member_N].nonzero().squeeze(1)
-        logits_NV = predictions.logits_NV[at]
-        present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
-        parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], predictions.position_N[at], present_NV)))
-    return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
+        own, at = predictions, None
+        if not uses_B.all():
+            own_J = np.flatnonzero(uses_B[member_N])
+            at = moved(own_J, device)
+            own = predictions.take(at, member_N[own_J])
+        present_NV = None
+        if config.repetition_penalty != 1:
+            slot_B = moved(np.array([sequence.slots[0] for sequence in sequences]), device)
+            present_NV = slots.present(slot_B, own.logits_NV.shape[1])[moved(own.member_N, device)]
+        parts.append((at, decide_by(own.logits_NV, config, numbers(slots, sequences, config, own, ahead), present_NV)))
+    return parts[0][1] if len(parts) == 1 else _merge(parts, len(member_N))
 
 
-def _decide_given(
-    slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, key_N: Tensor, step_N: Tensor
-) -> tuple[Tensor, Decision]:
-    """The predictions of one sequence, and its tokens given its constraint."""
-    index_J = (predictions.member_N == member).nonzero().squeeze(1)
+def _decide_given(slots: Slots, sequence: SequenceState, member: int, predictions: Predictions, ahead: int) -> tuple[Tensor, Decision]:
+    """The predictions of one sequence, and its tokens given its constraint. The host reads which are hidden, and the chances of texts."""
+    index_J = moved(np.flatnonzero(predictions.member_N == member), predictions.position_N.device)
     slot, length, config = sequence.slots[0], sequence.request.length, sequence.config
     ids, hidden = slots.ids_SC[slot, :length].tolist(), slots.hidden_SC[slot, :length].tolist()
     windows = windows_of(sequence.request.gaps, sequence.span, ids, hidden, index_J.device)
-    logits_JV = predictions.logits_NV[index_J]
-    slot_J = torch.full_like(index_J, slot)
-    present_JV = slots.present(slot_J, logits_JV.shape[1]) if config.repetition_penalty != 1 else None
-    position_J = predictions.position_N[index_J]
-    return index_J, decide_given(logits_JV, config, key_N[index_J], step_N[index_J], position_J, present_JV, windows)
+    logits_JV, position_J = predictions.logits_NV[index_J], predictions.position_N[index_J]
+    key_J, step_J = torch.full_like(index_J, sequence.request.key), torch.full_like(index_J, sequence.steps_done + ahead)
+    present_JV = None
+    if config.repetition_penalty != 1:
+        present_JV = slots.present(index_J.new_tensor([slot]), logits_JV.shape[1]).expand(len(index_J), -1)
+    return index_J, decide_given(logits_JV, config, key_J, step_J, position_J, present_JV, windows)
 
 
 def choose(
-    sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0, more_B: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The predictions [J] to reveal, and their columns in the block. `more_B`: how many more than planned."""
-    start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=predictions.member_N.device)
-    column_N = predictions.position_N - start_B[predictions.member_N]
-    width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
-    priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
-    priority_BW[predictions.member_N, column_N] = decision.priority_N
-    fixed = [sequence.tokens_to_reveal(ahead) + sequence.num_remasked for sequence in sequences]
-    count_B = torch.tensor(fixed, device=column_N.device)
-    count_B = count_B if more_B is None else count_B + more_B
-    for config, uses_B in _by_settings(sequences, column_N.device):
-        if uses_B is None:
-            uses_B = torch.ones_like(count_B, dtype=torch.bool)
+    sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0, again: list[int] | None = None
+) -> tuple[Tensor, list[int]]:
+    """The predictions [J] to reveal, and how many these are of each sequence. `again`: how many tokens of each are hidden again."""
+    count_B = predictions.counts(len(sequences))
+    chosen = [sequence.tokens_to_reveal(ahead) for sequence in sequences]
+    if again is not None:
+        chosen = [count + more for count, more in zip(chosen, again, strict=True)]
+    if any(sequence.config.parallel or sequence.config.early_commit is not None for sequence in sequences):
+        chosen = _read_counts(sequences, decision, count_B, chosen)
+    chosen = [min(count, int(most)) for count, most in zip(chosen, count_B, strict=True)]
+    return first_by_priority(decision.priority_N, count_B, chosen), chosen
+
+
+def _read_counts(sequences: list[SequenceState], decision: Decision, count_B: np.ndarray, planned: list[int]) -> list[int]:
+    """How many tokens each sequence reveals, where predictions decide it for some."""
+    priority_BM = padded(decision.priority_N, count_B, -torch.inf)
+    chosen_B = moved(np.array(planned), priority_BM.device)
+    for config, uses in _by_settings(sequences):
+        uses_B = moved(uses, priority_BM.device)
         if config.parallel:
-            count_B = torch.where(uses_B, num_accepted(priority_BW, config), count_B)
+            chosen_B = torch.where(uses_B, num_accepted(priority_BM, config), chosen_B)
         if config.early_commit is not None:
             assert decision.margin_N is not None
-            margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
-            margin_BW[predictions.member_N, column_N] = decision.margin_N.float()
-            count_B = torch.where(uses_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
-    index_J = first_by_priority(priority_BW, count_B)[predictions.member_N, column_N].nonzero().squeeze(1)
-    return index_J, column_N[index_J]
+            margin_BM = padded(decision.margin_N.float(), count_B, torch.inf)
+            chosen_B = torch.where(uses_B & (margin_BM.amin(1) >= config.early_commit), priority_BM.shape[1], chosen_B)
+    return chosen_B.tolist()
 
 
 def draft_ahead(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
     """Draft the states after the next steps, as if the predictions stayed the same."""
-    states: list[tuple[Tensor, Tensor]] = []
-    spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
-    width = max(span.stop - span.start for _, span in spans)
-    ids_BW = torch.full((len(spans), width), slots.mask_token_id, device=predictions.member_N.device)
-    hidden_BW = torch.zeros_like(ids_BW, dtype=torch.bool)
-    for member, (slot, span) in enumerate(spans):
-        ids_BW[member, : span.stop - span.start] = slots.ids_SC[slot, span]
-        hidden_BW[member, : span.stop - span.start] = slots.hidden_SC[slot, span]
-    start_B = torch.tensor([span.start for _, span in spans], device=predictions.member_N.device)
+    device = predictions.position_N.device
+    slot_B, start_B, stop_B = np.array([(sequence.slots[0], *sequence.span) for sequence in sequences]).T
+    position_BW = np.minimum(start_B[:, None] + np.arange((stop_B - start_B).max()), slots.ids_SC.shape[1] - 1)
+    at = moved_together(device, np.broadcast_to(slot_B[:, None], position_BW.shape), position_BW)
+    ids_BW, hidden_BW = slots.ids_SC[at], slots.hidden_SC[at]
+    left, states = [[sequence.num_hidden for sequence in sequences]], list[tuple[Tensor, Tensor]]()
     for ahead in range(max(sequence.config.drafts for sequence in sequences)):
-        predictions = predictions.where(hidden_BW[predictions.member_N, predictions.position_N - start_B[predictions.member_N]])
-        if len(predictions.member_N) == 0:
+        member_N, start_N = moved_together(device, predictions.member_N, start_B[predictions.member_N])
+        hidden_N = hidden_BW[member_N, predictions.position_N - start_N]
+        if not any(left[-1]):
             break
+        predictions = predictions.take(first_true(hidden_N)[: sum(left[-1])], members(left[-1]))
         decision = decide_all(slots, sequences, predictions, ahead)
-        index_J, column_J = choose(sequences, predictions, decision, ahead)
-        at = (predictions.member_N[index_J], column_J)
-        ids_BW[at], hidden_BW[at] = decision.token_N[index_J], False
+        index_J, chosen = choose(sequences, predictions, decision, ahead)
+        member_J, start_J = moved_together(device, members(chosen), np.repeat(start_B, chosen))
+        changed = (member_J, predictions.position_N[index_J] - start_J)
+        ids_BW[changed], hidden_BW[changed] = decision.token_N[index_J], slots.shown
         states.append((ids_BW.clone(), hidden_BW.clone()))
+        left.append([before - count for before, count in zip(left[-1], chosen, strict=True)])
     if not states:
         return
     ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
-    open_B = hidden_GBW.any(2).sum(0).tolist()  # a state without hidden tokens needs no pass
     for member, sequence in enumerate(sequences):
-        count, size = min(open_B[member], sequence.config.drafts), sequence.span[1] - sequence.span[0]
-        if count:
-            sequence.draft = Draft(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
+        num_hidden = [counts[member] for counts in left[1 : 1 + sequence.config.drafts] if counts[member]]  # without, it needs no pass
+        if count := len(num_hidden):
+            size = sequence.span[1] - sequence.span[0]
+            sequence.draft = Draft(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size], num_hidden)
 
 
-def _by_settings(sequences: list[SequenceState], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
-    """Each distinct config, and a mask [B] of the sequences that use it; None: all do. The engine keeps equal configs as one object."""
-    configs = list({id(sequence.config): sequence.config for sequence in sequences}.values())
-    for config in configs:
-        uses = [sequence.config is config for sequence in sequences]
-        yield config, None if len(configs) == 1 else torch.tensor(uses, device=device)
+def _by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig, np.ndarray]]:
+    """Each distinct config, and a mask [B] of the sequences that use it. The engine keeps equal configs as one object."""
+    for config in {id(sequence.config): sequence.config for sequence in sequences}.values():
+        yield config, np.array([sequence.config is config for sequence in sequences])
 
 
-def _remask(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
-    """Hide the least probable tokens among those that earlier steps of the blocks revealed."""
+def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) -> At:
+    """The least probable tokens among those that earlier steps of the blocks revealed."""
     device = slots.ids_SC.device
-    slot_B1, start_B1, stop_B1 = as_columns([(s.slots[0], *s.span) for s in sequences], device)
-    position_BW = start_B1 + torch.arange(max(stop - start for start, stop in (s.span for s in sequences)), device=device)
-    inside_BW, position_BW = position_BW < stop_B1, position_BW.clamp_max(slots.ids_SC.shape[1] - 1)
-    earlier_BW = inside_BW & (slots.step_SC[slot_B1, position_BW] >= 0)
-    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, position_BW].float(), -torch.inf)
-    member_J, column_J = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
-    _hide(slots, (slot_B1[member_J, 0], position_BW[member_J, column_J]))
+    slot_B, start_B, stop_B = np.array([(sequence.slots[0], *sequence.span) for sequence in sequences]).T
+    column_W = np.arange((stop_B - start_B).max())
+    position = np.minimum(start_B[:, None] + column_W, slots.ids_SC.shape[1] - 1)
+    slot_BW, position_BW, inside_BW = moved_together(
+        device, np.broadcast_to(slot_B[:, None], position.shape), position, start_B[:, None] + column_W < stop_B[:, None]
+    )
+    earlier_BW = (inside_BW > 0) & (slots.step_SC[slot_BW, position_BW] >= 0)
+    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_BW, position_BW].float(), -torch.inf)
+    order_BW = priority_BW.sort(dim=1, descending=True, stable=True).indices
+    index_J = first_by_order(order_BW, np.arange(len(sequences)) * len(column_W), again)
+    return moved(np.repeat(slot_B, again), device), position_BW.reshape(-1)[index_J]
 
 
-def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> tuple[Predictions, tuple[Tensor, Tensor], Tensor]:
+def _revise(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> tuple[Predictions, At, list[int]]:
     """The predictions of hidden positions, the slots and positions of the visible tokens to hide, and how many these are in each
     sequence."""
-    device = predictions.member_N.device
-    slot_B, key_B, step_B, start_B, limit_B = torch.tensor(
-        [(s.slots[0], s.request.key, s.steps_done, s.span[0], s.num_revised) for s in sequences], device=device
-    ).unbind(1)
-    hidden_N = slots.hidden_SC[slot_B[predictions.member_N], predictions.position_N]
-    visible = predictions.where(~hidden_N)
-    member_N, position_N = visible.member_N, visible.position_N
-    priority_BW = torch.full((len(sequences), max(stop - start for start, stop in (s.span for s in sequences))), -torch.inf, device=device)
-    for config, uses_B in _by_settings(sequences, device):
-        if config.revise is None:
+    device, count_B = predictions.position_N.device, np.array([sequence.num_hidden for sequence in sequences])
+    slot_B = np.array([sequence.slots[0] for sequence in sequences])
+    order_N = first_true(slots.hidden_SC[moved(slot_B[predictions.member_N], device), predictions.position_N])
+    visible_B = predictions.counts(len(sequences)) - count_B
+    visible = predictions.take(order_N[count_B.sum() :], members(visible_B))
+    priority_N = torch.full_like(visible.position_N, -torch.inf, dtype=torch.float32)
+    for config, uses_B in _by_settings(sequences):
+        own_J = np.flatnonzero(uses_B[visible.member_N])
+        if config.revise is None or not len(own_J):
             continue
-        own_N = torch.ones_like(member_N, dtype=torch.bool) if uses_B is None else uses_B[member_N]
-        member_J, position_J = member_N[own_N], position_N[own_N]
+        index_J, own = moved(own_J, device), [sequences[member] for member in visible.member_N[own_J]]
+        drawn = np.array([(each.slots[0], each.request.key, each.steps_done) for each in own]).T
+        slot_J, key_J, step_J = moved_together(device, *drawn)
+        position_J = visible.position_N[index_J]
         if config.revise.by == "quality":
             assert visible.quality_N is not None
-            log_prob_J = visible.quality_N[own_N]
+            log_prob_J = visible.quality_N[index_J]
         else:
-            log_prob_J = present_log_probs(visible.logits_NV[own_N], slots.ids_SC[slot_B[member_J], position_J])
-        drawn = (config.seed, key_B[member_J], step_B[member_J], position_J)
-        priority_BW[member_J, position_J - start_B[member_J]] = doubts(log_prob_J, config.revise, *drawn)
-    chosen_BW = first_by_priority(priority_BW, limit_B)
-    member_J, column_J = chosen_BW.nonzero(as_tuple=True)
-    return predictions.where(hidden_N), (slot_B[member_J], start_B[member_J] + column_J), chosen_BW.sum(1)
+            log_prob_J = present_log_probs(visible.logits_NV[index_J], slots.ids_SC[slot_J, position_J])
+        priority_N[index_J] = doubts(log_prob_J, config.revise, config.seed, key_J, step_J, position_J)
+    limits = [min(sequence.num_revised, int(most)) for sequence, most in zip(sequences, visible_B, strict=True)]
+    if any(sequence.config.revise is not None and sequence.config.revise.below is not None for sequence in sequences):
+        doubtful_B = (padded(priority_N, visible_B, -torch.inf) > -torch.inf).sum(1)
+        limits = [min(limit, most) for limit, most in zip(limits, doubtful_B.tolist(), strict=True)]
+    position_J = visible.position_N[first_by_priority(priority_N, visible_B, limits)]
+    hidden = predictions.take(order_N[: count_B.sum()], members(count_B))
+    return hidden, (moved(np.repeat(slot_B, limits), device), position_J), limits
 
 
-def _hide(slots: Slots, at: tuple[Tensor, Tensor]) -> None:
-    """Hide the tokens of these slots and positions."""
-    slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
-
-
-def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
+def _merge(parts: list[tuple[Tensor | None, Decision]], count: int) -> Decision:
     """The decisions of groups of positions, in the order of all positions; fields that a group lacks are 0 there."""
     merged: dict[str, Tensor] = {}
     for at, decision in parts:

@@ -11,10 +11,10 @@ import math
 import os
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -184,8 +184,8 @@ class ServerBackend(RemoteBackend):
         requests = make_requests(self.lm, prompts, unconstrained, keys)
         order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))  # as in process
         chunks = in_chunks([requests[i] for i in order], min(config.batch_size, max(1, self.most // REQUESTS_AT_ONCE)))
-        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
-            found = chain.from_iterable(pool.map(partial(self._complete, config), chunks))
+        with ThreadPool(REQUESTS_AT_ONCE) as pool:  # a process that exits does not wait for its threads
+            found = chain.from_iterable(pool.imap(partial(self._complete, config), chunks))
             traces = dict(zip(order, found, strict=True))
         return make_generation(self.lm, requests, [traces[i] for i in range(len(requests))], config)
 

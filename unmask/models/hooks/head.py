@@ -1,10 +1,13 @@
 """The output head at selected rows: only needed logits are computed, and a loss holds at most a chunk of them.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, J targets of a row.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, J targets of a row, K most probable tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from unmask.errors import ModelError
 from unmask.models.hooks.last_layer import hook_owner
+from unmask.models.kernels import fused_linear
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed for the gradient."""
@@ -27,16 +31,38 @@ def logits_at_once(device: torch.device) -> int:
     return LOGITS_AT_ONCE if device.type == "cpu" else GPU_LOGITS_AT_ONCE
 
 
+@dataclass(frozen=True)
+class Reduction:
+    """What is computed from each row of logits, `function(logits_NV, *rows, setting)`: tensors with one entry per row.
+
+    `function` is a function of a module: a compiled model is compiled again for another one.
+    """
+
+    function: Callable[..., tuple[Tensor, ...]]
+    rows: tuple[Tensor, ...] = ()  # with one entry per row of logits
+    setting: Any = None
+
+    def of(self, logits_NV: Tensor) -> tuple[Tensor, ...]:
+        """The result for all these rows."""
+        return self.function(logits_NV, *self.rows, self.setting)
+
+
+def flat_indices(chosen: Tensor) -> Tensor:
+    """The flat indices of the chosen elements of a boolean tensor, for which the host waits; or what it was given, if they are known."""
+    return chosen.flatten().nonzero().squeeze(1) if chosen.dtype == torch.bool else chosen
+
+
 class RowSelector:
-    """Hooks of the output head that keep only the selected rows, or replace logits by log-probabilities of targets.
+    """Hooks of the output head that keep only the selected rows, or replace logits by what is computed from them.
 
     They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head share one selector: PEFT trains
     a deep copy of a head in `modules_to_save`.
 
     Attributes:
         index_N: the rows, flat indices into [B * T]; None: all.
-        target_N: targets [N] or [N, J], whose log-probabilities are computed chunk by chunk; the head then returns the first row's logits.
-        log_prob_N: the result, of the shape of the targets.
+        first_only: the head returns the first row's logits only.
+        reduction: with `first_only`, what is computed from the logits of all rows, chunk by chunk; None: nothing.
+        reduced: the result.
         hidden_ND: the head's input at the rows.
         captured: a list that collects the hidden states at the rows of every pass; None: not collected.
     """
@@ -44,10 +70,10 @@ class RowSelector:
     def __init__(self, config: PretrainedConfig) -> None:
         self.after = AfterHead(config)
         self.index_N: Tensor | None = None
-        self.target_N: Tensor | None = None
+        self.first_only = False
+        self.reduction: Reduction | None = None
         self.forbidden: tuple[int, ...] = ()
-        self.temperature = 1.0
-        self.log_prob_N: Tensor | None = None
+        self.reduced: tuple[Tensor, ...] | None = None
         self.hidden_ND: Tensor | None = None
         self.captured: list[Tensor] | None = None
         self._first_V: Tensor | None = None
@@ -58,16 +84,32 @@ class RowSelector:
 
     def clear(self) -> None:
         """Release the tensors of the pass."""
-        self.index_N = self.target_N = self.log_prob_N = self.hidden_ND = self._first_V = None
+        self.index_N = self.reduction = self.reduced = self.hidden_ND = self._first_V = None
+        self.first_only = False
 
-    def check(self, first_V: Tensor) -> None:
-        """Check once, on the first row, that `AfterHead` reproduces what the model does to its head's logits. Raises ModelError if not."""
-        if not self._checked and self._first_V is not None:
-            expected_V = self._first_V.to(first_V.device)
-            if not torch.allclose(expected_V.float(), first_V.float(), atol=1e-3):
-                what = "the model changes the logits of its head in an unknown way"
-                raise ModelError(what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)")
+    @contextmanager
+    def capturing(self) -> Iterator[list[Tensor]]:
+        """Inside, the hidden states at the rows are collected."""
+        seen: list[Tensor] = []
+        self.captured = seen
+        try:
+            yield seen
+        finally:
+            self.captured = None
+
+    def result(self, first_V: Tensor) -> tuple[Tensor, ...]:
+        """What was computed in a pass whose model returned these logits of the first row.
+
+        Raises ModelError if, on the first row, `AfterHead` does not reproduce what the model does to its head's logits (checked once).
+        """
+        assert self.reduced is not None and self._first_V is not None, "another output head than the expected one was called"
+        if not self._checked and not torch.allclose(self._first_V.to(first_V.device).float(), first_V.float(), atol=1e-3):
+            what = "the model changes the logits of its head in an unknown way"
+            raise ModelError(what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)")
         self._checked = True
+        results = [each.to(first_V.device) for each in self.reduced]
+        # Wrappers wait for the gradient of their output.
+        return tuple(each + 0.0 * first_V[0].to(each.dtype) if each.requires_grad else each for each in results)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RowSelector:
@@ -79,7 +121,7 @@ class RowSelector:
             return existing
         selector = cls(model.config)
         head.register_forward_pre_hook(selector.select)
-        head.register_forward_hook(selector.compute_log_probs)
+        head.register_forward_hook(selector.reduce)
         return selector
 
     def select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -91,32 +133,50 @@ class RowSelector:
         hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[index_N]
         if self.captured is not None:
             self.captured.append(hidden_ND)
-        if self.target_N is None:
+        if not self.first_only:
             return (hidden_ND[None],)
         self.hidden_ND = hidden_ND
         return (hidden_ND[None, :1],)
 
-    def compute_log_probs(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        """After the head: log-probabilities of the targets."""
-        if self.target_N is None:
+    def reduce(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        """After the head: what is computed from the logits."""
+        if self.reduction is None:
             return
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
-        rows = max(1, logits_at_once(out.device) // out.shape[-1])
-        chunks = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
-        settings = (self.forbidden, self.temperature)
-        self.log_prob_N = torch.cat([checkpoint(self._chunk_log_probs, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])
+        if self._fused(head):
+            self.reduced = (fused_linear.log_probs(head, self.hidden_ND, self.reduction.rows[0].to(out.device), self.forbidden),)
+            return
+        size = max(1, logits_at_once(out.device) // out.shape[-1])
+        rows = (self.hidden_ND, *(each.to(out.device) for each in self.reduction.rows))
+        settings = (self.forbidden, self.reduction.function, self.reduction.setting)
+        parts = [
+            checkpoint(self._reduce_chunk, head, *settings, *chunk, use_reentrant=False)
+            for chunk in zip(*(each.split(size) for each in rows), strict=True)
+        ]
+        self.reduced = tuple(torch.cat(each) for each in zip(*parts, strict=True))
 
-    def _chunk_log_probs(
-        self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: tuple[int, ...], temperature: float
-    ) -> Tensor:
+    def _fused(self, head: nn.Module) -> bool:
+        """Whether a fused kernel computes this: log-probabilities of one target per row, from logits that nothing changes."""
+        assert self.hidden_ND is not None and self.reduction is not None
+        plain = self.reduction.function is log_probs_at and self.reduction.setting == 1.0 and self.reduction.rows[0].dim() == 1
+        return plain and not self.after.changes and fused_linear.usable(head, self.hidden_ND)
+
+    def _reduce_chunk(
+        self,
+        head: nn.Module,
+        forbidden: tuple[int, ...],
+        function: Callable[..., tuple[Tensor, ...]],
+        setting: Any,
+        hidden_ND: Tensor,
+        *rows: Tensor,
+    ) -> tuple[Tensor, ...]:
         logits_NV = self.after(head.forward(hidden_ND))
         logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
         forbidden_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool, device=logits_NV.device)
         for token in forbidden:
             forbidden_V[token] = True
-        logits_NV = logits_NV.masked_fill(forbidden_V, -torch.inf)
-        return token_log_probs(logits_NV, target_N, temperature)
+        return function(logits_NV.masked_fill(forbidden_V, -torch.inf), *rows, setting)
 
 
 class AfterHead:
@@ -125,6 +185,11 @@ class AfterHead:
     def __init__(self, config: PretrainedConfig):
         self.cap = getattr(config, "final_logit_softcapping", None)
         self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes anything."""
+        return self.scale != 1.0 or self.cap is not None
 
     def __call__(self, logits: Tensor) -> Tensor:
         if self.scale != 1.0:
@@ -138,6 +203,11 @@ def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.
         logits_NV = logits_NV / temperature
     target_NJ = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
     return _LogSoftmaxAt.apply(logits_NV, target_NJ).view_as(target_N)
+
+
+def log_probs_at(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor]:
+    """`token_log_probs`, for a `Reduction`."""
+    return (token_log_probs(logits_NV, target_N, temperature),)
 
 
 class _LogSoftmaxAt(torch.autograd.Function):

@@ -24,15 +24,21 @@ def hook_owner(module: nn.Module, kind: type[Owner]) -> Owner | None:
     return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
+def _takes_rows(module: nn.Module) -> bool:
+    """Whether a module computes rows [N, D] as it does [1, N, D], with fewer operations: a linear layer, or one that is made of them."""
+    parts = module._modules.values()
+    linear = all(isinstance(part, nn.Linear) or part is None or not (part._parameters or part._modules) for part in parts)
+    return isinstance(module, nn.Linear) or (linear and bool(parts) and not module._parameters)
+
+
 class LastLayer:
-    """Hooks of the last layer's row-wise modules: they compute the rows `index_N` (flat indices into [B * T]; None: all), and return zeros
-    elsewhere.
+    """Hooks of the last layer's row-wise modules: they compute the rows `at` (indices into [B, T]; None: all), and return zeros elsewhere.
 
     A module of unknown name computes all rows, which costs time and changes nothing. All copies of a model share the hooks.
     """
 
     def __init__(self) -> None:
-        self.index_N: Tensor | None = None
+        self.at: tuple[Tensor, Tensor] | None = None
         self._shape: torch.Size | None = None
 
     def __deepcopy__(self, memo: dict) -> LastLayer:
@@ -56,17 +62,23 @@ class LastLayer:
 
     def select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the module."""
-        if self.index_N is None:
+        if self.at is None:
             return None
         rows_BTD = args[0]
         self._shape = rows_BTD.shape[:-1]
-        return (rows_BTD.reshape(-1, rows_BTD.shape[-1])[self.index_N.to(rows_BTD.device)][None], *args[1:])
+        rows_ND = rows_BTD[self._on(rows_BTD.device)]
+        return (rows_ND if _takes_rows(module) else rows_ND[None], *args[1:])
 
     def restore(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
         """After the module."""
-        if self.index_N is None:
+        if self.at is None:
             return None
         assert self._shape is not None
-        whole = out.new_zeros(self._shape.numel(), out.shape[-1])
-        whole[self.index_N.to(whole.device)] = out[0]
-        return whole.view(*self._shape, -1)
+        whole = out.new_zeros(*self._shape, out.shape[-1])
+        whole[self._on(whole.device)] = out if out.dim() == 2 else out[0]
+        return whole
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        assert self.at is not None
+        row_N, column_N = self.at
+        return row_N.to(device), column_N.to(device)

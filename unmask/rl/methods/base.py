@@ -14,6 +14,7 @@ from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, did_you_mean
+from unmask.models.hooks.head import flat_indices
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
 
@@ -82,11 +83,11 @@ def weighted_sum(
     loss: Tensor, weight: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None
 ) -> Loss:
     """The loss summed by weight. By default ratios are logged as 1, not clipped, and divergences as 0."""
-    counts = weight > 0
+    counted_N = flat_indices(weight > 0)
     ratio = torch.ones_like(weight) if ratio is None else ratio
-    clipped = torch.zeros_like(counts) if clipped is None else clipped
+    clipped = torch.zeros_like(weight, dtype=torch.bool) if clipped is None else clipped
     kl = torch.zeros_like(weight) if kl is None else kl.detach()
-    return Loss((weight * loss).sum(), ratio[counts], clipped[counts], kl[counts])
+    return Loss((weight * loss).sum(), *(values.take(counted_N) for values in (ratio, clipped, kl)))
 
 
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
@@ -119,6 +120,8 @@ class Method:
             all views is computed first, and then backpropagated one view at a time.
         estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
             token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
+        has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`), which corrects for completions
+            of older weights (`max_staleness`).
         partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
         aggregation: None: `for_attention` sets it.
     """
@@ -126,6 +129,7 @@ class Method:
     name: ClassVar[str]
     separable: ClassVar[bool] = False
     estimator: ClassVar[Estimator] = "token"
+    has_ratio: ClassVar[bool] = False
     partial: ClassVar[bool] = True
 
     advantage: AdvantageKind = "r-mean"
@@ -167,6 +171,8 @@ class DivergenceMethod(Method):
 @dataclass(frozen=True, kw_only=True)
 class ClippedMethod(DivergenceMethod):
     """A method with PPO's clipped surrogate."""
+
+    has_ratio = True
 
     epsilon: float = 0.5
     epsilon_high: float | None = None

@@ -119,6 +119,7 @@ class BGPO(Method):
 
     name = "bgpo"
     estimator = "bound"
+    has_ratio = True
     dual_clip: float | None = 3.0
     advantage: AdvantageKind = "z-score"
     aggregation: Aggregation | None = "sequence"

@@ -117,6 +117,7 @@ class Saver:
         """Inside, the trained weights of a checkpoint are written. Its config, metric sums and the record of the run are added."""
         lm, writes = self.trainer.lm, self.trainer.args.should_save
         accept_generation_config(lm.model.generation_config)
+        self.trainer.numbers.read()
         sums = self.trainer.means.state_everywhere()
         if writes:
             write_sums(folder, sums)

@@ -1,0 +1,65 @@
+"""One process of the runs that test_equal_runs.py starts: torchrun ... equal_runs.py MODE FOLDER. Every verb, one after another."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from tests.training.sharded import pass_for_gpus, switches, write
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, low_ids, make, settings, tiny
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.training.config import TrainingConfig
+
+ROWS = 4
+"""Rows of a step, over all processes."""
+VERBS: dict[str, dict[str, Any]] = {
+    "pretrain": {"eval_dataset": TEXTS[:5]},
+    "convert": {"distillation": 0.5, "alignment": 0.1, "attention": "bidirectional", "stages": [{}, {}]},
+    "sft": {"views": 2, "eval_dataset": PAIRS[:5]},
+    "dpo": {"eval_dataset": PREFERENCES[:5]},
+    "kto": {"eval_dataset": PREFERENCES[:5]},
+    "grpo": {"reward": low_ids, "beta": 0.04, "kl_to": "reference", "num_iterations": 2, "eval_dataset": PAIRS[:5]},
+}
+"""A number of held-out rows that no number of processes divides."""
+
+
+def run(verb: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """A run of two steps that saves its model: the losses of its steps, and its evaluation."""
+    more = {"learning_rate": 1e-3, "per_device_train_batch_size": ROWS} | more
+    if verb == "convert":
+        args = ConvertConfig(**settings(folder, max_length=32, packing=False, **VERBS[verb] | more))
+        trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:5])
+        trainer.train()
+        lines, evaluation = trainer.log_history, {}
+    else:
+        trainer = make(verb, folder, **VERBS[verb] | more)
+        trainer.train()
+        lines, evaluation = trainer.state.log_history, trainer.evaluate()
+    trainer.save_model(str(folder / "model"))
+    kept = ("eval_loss", "eval_reward", "eval_cross_entropy", "eval_margin")
+    return {
+        "losses": [line["loss"] for line in lines if "loss" in line],
+        "evaluation": {name: value for name, value in evaluation.items() if name in kept},
+    }
+
+
+def main(mode: str, folder: Path) -> None:
+    sharing = {"per_device_train_batch_size": ROWS // int(os.environ["WORLD_SIZE"])} | switches("fsdp-offload" if mode == "fsdp" else mode)
+    made = TrainingConfig.__post_init__
+
+    def passing_for_gpus(args: TrainingConfig) -> None:
+        made(args)
+        if args.fsdp:
+            pass_for_gpus()
+
+    with mock.patch.object(TrainingConfig, "__post_init__", passing_for_gpus):
+        reports = {verb: run(verb, folder / verb, **sharing) for verb in VERBS}
+    write(folder, reports)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
