@@ -9,7 +9,6 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import islice
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -21,7 +20,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
-from unmask.generation.engine.host import moved, moved_together, starts
+from unmask.generation.engine.host import moved, starts
 from unmask.generation.engine.noise import num_numbers
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots
@@ -161,8 +160,9 @@ class Engine:
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
         while self.waiting or self.running or self.finished:
-            if not self.finished:
-                self._denoise()
+            with evaluating(self.lm), evaluating(self._verifier or self.lm):
+                while not self.finished:
+                    self._denoise()
             while self.finished:
                 yield self.finished.popleft()
 
@@ -172,7 +172,8 @@ class Engine:
         Raises:
             GenerationError: predictions are NaN. `run` raises it where a sequence finishes, or a block at which it may stop.
         """
-        self._denoise()
+        with evaluating(self.lm), evaluating(self._verifier or self.lm):
+            self._denoise()
         if any(map(math.isnan, self.slots.sum_S[: self.slots.count].tolist())):
             raise nan_error()
         finished, self.finished = list(self.finished), deque()
@@ -183,13 +184,12 @@ class Engine:
         """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
         of several), and `_draft` the next states. Sequences of mode self-speculative have a round of their own."""
         self._finish([sequence for sequence in self.running if sequence.block == len(sequence.request.blocks)])  # NaN, or interrupted
-        with evaluating(self.lm), nullcontext() if self._verifier is None else evaluating(self._verifier):
-            self._admit()
-            sequences = [sequence for sequence in self.running if sequence.speculation is None]
-            if sequences:
-                predictions = self._predict(sequences)
-                self._draft(sequences, predictions, self._reveal(sequences, predictions))
-            self._speculate()
+        self._admit()
+        sequences = [sequence for sequence in self.running if sequence.speculation is None]
+        if sequences:
+            predictions = self._predict(sequences)
+            self._draft(sequences, predictions, self._reveal(sequences, predictions))
+        self._speculate()
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
         """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns
@@ -367,9 +367,7 @@ class Engine:
         stopping = [sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids]
         if not stopping:
             return set()
-        slot_B1, start_B1, stop_B1 = np.array([(s.slots[0], *s.request.blocks[s.block - 1]) for s in stopping]).T[:, :, None]
-        position_BW = np.minimum(start_B1 + np.arange((stop_B1 - start_B1).max()), stop_B1 - 1)
-        at = moved_together(self.lm.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW)
+        at = self.slots.blocks(tuple((each.slots[0], *each.request.blocks[each.block - 1]) for each in stopping))
         end_token_ids = moved(np.array(self.lm.eos_token_ids), self.lm.device)
         ended, nan = torch.stack((torch.isin(self.slots.ids_SC[at], end_token_ids).any(1), self.slots.sum_S[at[0][:, 0]].isnan())).tolist()
         return {sequence for sequence, is_ended, is_nan in zip(stopping, ended, nan, strict=True) if is_ended or is_nan}

@@ -173,13 +173,22 @@ class Slots:
         for cache in self._caches:
             cache.copy(source, targets, columns)
 
+    def blocks(self, spans: tuple[tuple[int, int, int], ...]) -> tuple[Tensor, Tensor]:
+        """The slots and positions [B, W] of blocks, given the slot, start and stop of each; a shorter block ends with its last position."""
+
+        def index() -> tuple[Tensor, ...]:
+            slot_B1, start_B1, stop_B1 = np.array(spans).T[:, :, None]
+            position_BW = np.minimum(start_B1 + np.arange((stop_B1 - start_B1).max()), stop_B1 - 1)
+            return moved_together(self.ids_SC.device, np.broadcast_to(slot_B1, position_BW.shape), position_BW)
+
+        return self.plans.get(("blocks", spans), index, 0)
+
     def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[np.ndarray, Tensor, Tensor, np.ndarray]:
         """Member, slot, position and steps ahead (0: the current state) of every position to predict: the hidden ones of the current
         blocks, and the revealed ones of a block that is revised. The host knows how many, and the device which."""
         device = self.ids_SC.device
-        slot_B, start_B, stop_B, count_B = np.array([(entry.slot, entry.start, entry.stop, entry.num_predicted) for entry in entries]).T
-        position_BW = np.minimum(start_B[:, None] + np.arange((stop_B - start_B).max()), self.ids_SC.shape[1] - 1)
-        at = moved_together(device, np.broadcast_to(slot_B[:, None], position_BW.shape), position_BW)
+        slot_B, start_B, count_B = np.array([(entry.slot, entry.start, entry.num_predicted) for entry in entries]).T
+        at = self.blocks(tuple((entry.slot, entry.start, entry.stop) for entry in entries))
         hidden_BW = self.hidden_SC[at]
         if any(entry.revise is not None for entry in entries):
             revise_B1 = moved(np.array([[entry.revise is not None] for entry in entries]), device)
@@ -190,9 +199,9 @@ class Slots:
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 number_J, counts = members(entry.draft.num_hidden), entry.draft.num_hidden
-                at = moved_together(device, number_J, ranks(counts))
-                position_N = torch.cat([position_N, first_true(entry.draft.hidden_GW)[at] + entry.start])
-                slot_N = torch.cat([slot_N, torch.full_like(at[0], entry.slot)])
+                draft_J, rank_J = moved_together(device, number_J, ranks(counts))
+                position_N = torch.cat([position_N, first_true(entry.draft.hidden_GW)[draft_J, rank_J] + entry.start])
+                slot_N = torch.cat([slot_N, torch.full_like(draft_J, entry.slot)])
                 member_N, ahead_N = np.append(member_N, np.full_like(number_J, member)), np.append(ahead_N, 1 + number_J)
         return member_N, slot_N, position_N, ahead_N
 

@@ -132,9 +132,8 @@ def _read_counts(sequences: list[SequenceState], decision: Decision, count_B: np
 def draft_ahead(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
     """Draft the states after the next steps, as if the predictions stayed the same."""
     device = predictions.position_N.device
-    slot_B, start_B, stop_B = np.array([(sequence.slots[0], *sequence.span) for sequence in sequences]).T
-    position_BW = np.minimum(start_B[:, None] + np.arange((stop_B - start_B).max()), slots.ids_SC.shape[1] - 1)
-    at = moved_together(device, np.broadcast_to(slot_B[:, None], position_BW.shape), position_BW)
+    start_B = np.array([sequence.span[0] for sequence in sequences])
+    at = slots.blocks(tuple((sequence.slots[0], *sequence.span) for sequence in sequences))
     ids_BW, hidden_BW = slots.ids_SC[at], slots.hidden_SC[at]
     left, states = [[sequence.num_hidden for sequence in sequences]], list[tuple[Tensor, Tensor]]()
     for ahead in range(max(sequence.config.drafts for sequence in sequences)):
@@ -169,16 +168,14 @@ def _by_settings(sequences: list[SequenceState]) -> Iterator[tuple[SamplerConfig
 def _unlikely(slots: Slots, sequences: list[SequenceState], again: list[int]) -> At:
     """The least probable tokens among those that earlier steps of the blocks revealed."""
     device = slots.ids_SC.device
-    slot_B, start_B, stop_B = np.array([(sequence.slots[0], *sequence.span) for sequence in sequences]).T
-    column_W = np.arange((stop_B - start_B).max())
-    position = np.minimum(start_B[:, None] + column_W, slots.ids_SC.shape[1] - 1)
-    slot_BW, position_BW, inside_BW = moved_together(
-        device, np.broadcast_to(slot_B[:, None], position.shape), position, start_B[:, None] + column_W < stop_B[:, None]
-    )
-    earlier_BW = (inside_BW > 0) & (slots.step_SC[slot_BW, position_BW] >= 0)
-    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_BW, position_BW].float(), -torch.inf)
+    spans = tuple((sequence.slots[0], *sequence.span) for sequence in sequences)
+    slot_B, start_B, stop_B = np.array(spans).T
+    _, position_BW = at = slots.blocks(spans)
+    width = position_BW.shape[1]
+    inside_BW = moved(np.arange(width) < (stop_B - start_B)[:, None], device)
+    priority_BW = torch.where(inside_BW & (slots.step_SC[at] >= 0), -slots.log_prob_SC[at].float(), -torch.inf)
     order_BW = priority_BW.sort(dim=1, descending=True, stable=True).indices
-    index_J = first_by_order(order_BW, np.arange(len(sequences)) * len(column_W), again)
+    index_J = first_by_order(order_BW, np.arange(len(sequences)) * width, again)
     return moved(np.repeat(slot_B, again), device), position_BW.reshape(-1)[index_J]
 
 
