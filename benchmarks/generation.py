@@ -5,7 +5,8 @@
 Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 equal sequences are counted first
 (near-ties may differ in float32); at other temperatures the distributions are the same (`tests/generation/test_parity.py`).
 Block-causal: compared with a sampler that computes the whole sequence at every step, with the same tokens. Group: completions of one
-prompt, compared with an engine that computes the prompt for each of them, with the same tokens.
+prompt, compared with an engine that computes the prompt for each of them, with the same tokens. One: a sequence of a model so small that
+nearly all time is that of the host, plain and compiled, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
 """
@@ -42,6 +43,7 @@ SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.
     "middle": (512, 8, 32_000, (1.8, 4.2, 2.5)),
     "wide": (512, 8, 126_464, (3.1, 14.0, 4.4)),
 }
+PARTS = [*SHAPES, "block", "group", "one"]
 
 
 def random_model(hidden: int, layers: int, vocabulary: int, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
@@ -192,12 +194,24 @@ def group(attention: AttentionName, block: int | None, tokens: int, rounds: int)
     return [(name, figure, f"{equal}; {shared.engine.prompt_reuse:.1%} of the prompts' tokens are reused")]
 
 
+def one(temperature: float, rounds: int) -> list[tuple[str, str, str]]:
+    plain, compiled = (random_model(64, 4, 7_900, "block_causal", 4) for _ in range(2))
+    compiled.compile()
+    prompt_BP = random_prompts(plain, 16)[:1]
+    config = unmask.SamplerConfig(max_new_tokens=64, tokens_per_step=1, temperature=temperature, stop_at_eos=False)
+    contenders = {"plain": Ours(plain, prompt_BP, config), "compiled": Ours(compiled, prompt_BP, config)}
+    equal = agree(*(run() for run in contenders.values()))
+    seconds = timed(contenders, 10 * rounds, warm=True)
+    figure = f"{1000 * seconds['plain'] / 64:.2f} / {1000 * seconds['compiled'] / 64:.2f} = {seconds['plain'] / seconds['compiled']:.2f}"
+    return [(f"hidden 64, 4 layers, block 4, T={temperature}, ms a step", figure, equal)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--only", nargs="+", choices=[*SHAPES, "block", "group"], default=[*SHAPES, "block", "group"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for name in SHAPES:
@@ -210,6 +224,8 @@ def main() -> None:
     if "group" in options.only:
         rows = group("block_causal", 32, 4, options.rounds) + group("causal", None, 1, options.rounds)
         report("Prompts computed separately / once", rows)
+    if "one" in options.only:
+        report("Plain / compiled", one(0.0, options.rounds) + one(1.0, options.rounds))
 
 
 if __name__ == "__main__":

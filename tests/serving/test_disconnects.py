@@ -26,7 +26,7 @@ from unmask.serving.side_work import Turn
 from unmask.serving.submission import Entry, Events, Submission
 
 AT_ONCE = 20
-GROWTH = 10 * 2**20  # bytes
+GROWTH = 6 * 2**20  # bytes
 LONG = {"max_tokens": 100, "temperature": 1.0}
 FRAMES = {"diffusion": {"stream": "frames"}}
 REQUESTS = {
@@ -92,8 +92,8 @@ def soon(condition: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("rounds, growth", [(2, None), pytest.param(50, GROWTH, marks=pytest.mark.nightly)])
 def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) -> None:
-    """Two run at once, so that most of them wait in the queue. Memory goes up and down by more than it may grow: the least of each half of
-    the rounds is compared."""
+    """Two run at once, so that most of them wait in the queue. Memory goes up and down, and once in a while the allocator takes some 10 MB
+    for good: what is held grows from the first third of the rounds to the second, and again to the last."""
     draw, memory = random.Random(0), list[int]()
 
     async def all_leave(url: str) -> None:
@@ -113,7 +113,9 @@ def test_of_clients_that_leave_nothing_is_held(rounds: int, growth: int | None) 
             asyncio.run(all_leave(url))
             assert soon(lambda: held(server) == before), (held(server), before)
             memory.append(resident_memory())
-        assert growth is None or min(memory[rounds // 2 :]) - min(memory[: rounds // 2]) < growth
+        if growth is not None:
+            least = [min(memory[third * rounds // 3 : (third + 1) * rounds // 3]) for third in range(3)]
+            assert min(least[1] - least[0], least[2] - least[1]) < growth
         ask()
 
 
