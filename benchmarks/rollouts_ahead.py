@@ -18,15 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
 
 from benchmarks.generation import random_model
+from benchmarks.grpo import reward
 from benchmarks.harness import report, timed
 from unmask.config.layers import ADMIN_KEY
 from unmask.models.load import load
@@ -54,10 +54,6 @@ def processor_seconds(server: psutil.Process) -> tuple[float, float]:
     """Of this process, and of the server's."""
     spent = server.cpu_times()
     return time.process_time(), spent.user + spent.system
-
-
-def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def trainer_of(model: Path, folder: Path, url: str, options: argparse.Namespace, max_staleness: int) -> GRPOTrainer:
