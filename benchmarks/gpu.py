@@ -14,6 +14,7 @@ Shapes: B batch, P prompt.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -33,6 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
 
 import unmask
+from benchmarks import grpo
 from benchmarks.harness import heading
 from unmask.models.load import make_diffusion, random_model
 
@@ -44,6 +46,7 @@ SHAPES: dict[
     "LLaDA-8B": (LlamaConfig, dict(zip("hilakdv", (4096, 12_288, 32, 32, 32, 128, 126_464), strict=True))),
 }
 ROW = 2048
+PARTS = ["0.6B", "8B", "LLaDA", "SDAR", "GRPO"]
 Row = dict[str, Any]
 
 
@@ -193,12 +196,12 @@ def training(
 
 
 def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float], pattern: dict[str, Any], settings: Row) -> Iterator[Row]:
-    """Tokens per second, and the share of the limit, by batch."""
+    """Tokens per second, and the share of the limit, by batch, without and with CUDA graphs."""
     lm = build(name, options, torch.bfloat16 if options.device == "cuda" else torch.float32, **pattern)
     config, prompt, length = lm.model.config, 128, settings["max_new_tokens"]
     linear = sum(p.numel() for n, p in lm.model.named_parameters() if p.ndim == 2 and "layers" in n)
     head = config.hidden_size * config.vocab_size
-    for batch in options.batches:
+    for batch, lm.cuda_graphs in itertools.product(options.batches, (False, True) if options.device == "cuda" else (False,)):
         prompts = torch.randint(2, 590, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
         config_ = unmask.SamplerConfig(stop_at_eos=False, batch_size=batch, **settings)
         out: list[Any] = []
@@ -206,6 +209,7 @@ def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float
         def call(prompts: Any = prompts, config_: Any = config_, out: list[Any] = out) -> None:
             out[:] = [unmask.generate(lm, prompts, config_)]
 
+        call()  # with graphs, the second call records the last of them
         taken = seconds(call, options, rounds=2)
         passes = max(out[0].forward_passes)
         whole = lm.attention == "bidirectional"
@@ -213,13 +217,35 @@ def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float
         flops = batch * (2 * linear * queries + 2 * head * rows)
         cached = 0 if whole else 2 * batch * (prompt + length) * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
         least = passes * max(flops / peaks[0], 2 * (linear + head + cached) / peaks[1])
-        kind = f"{lm.attention}, T={settings.get('temperature', 0.0)}"
+        kind = f"{lm.attention}, T={settings.get('temperature', 0.0)}{', CUDA graphs' if lm.cuda_graphs else ''}"
         figure = {"what": f"generate, {name}, {kind}, batch {batch}", "figure": f"{least / taken:.1%} of the limit", "bar": "50%"}
+        few = config_.model_copy(update={"max_new_tokens": 32, "steps": settings.get("steps", 16) // 4 or None})
         yield (
             figure
             | {"tokens/s": round(batch * length / taken), "passes": passes, "ms a pass": round(1e3 * taken / passes, 2)}
-            | (costs(call, options) if batch == min(options.batches) else {})
+            | (costs(lambda few=few: call(config_=few), options) if least < 0.5 * taken else {})  # type: ignore[misc]
         )
+
+
+def reinforcement(options: argparse.Namespace) -> Iterator[Row]:
+    """One update of GRPO beside the plain loop of `benchmarks.grpo`, without and with CUDA graphs."""
+    lm = build("Qwen3-0.6B", options, torch.bfloat16 if options.device == "cuda" else torch.float32, attention="bidirectional")
+    with tempfile.TemporaryDirectory() as folder:
+        first = grpo.trainer_of(lm, folder, grpo.LENGTH // 2)
+        plain = grpo.Plain(lm, first.train_dataset[0].prompt, grpo.LENGTH // 2)
+        taken = {"plain": seconds(plain.update, options, rounds=2)}
+        del plain
+
+        def ours() -> None:
+            trainer = grpo.trainer_of(lm, folder, grpo.LENGTH // 2)
+            trainer.reference = first.reference
+            trainer.train()
+
+        for lm.cuda_graphs in (False, True) if options.device == "cuda" else (False,):
+            name = "CUDA graphs" if lm.cuda_graphs else "ours"
+            taken[name] = seconds(ours, options, rounds=2)
+            figure, ratio = f"{taken[name]:.2f} s, plain {taken['plain']:.2f} s", taken["plain"] / taken[name]
+            yield {"what": f"GRPO, Qwen3-0.6B, an update, {name}", "figure": figure, "plain / ours": round(ratio, 2)}
 
 
 @contextmanager
@@ -241,7 +267,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("gpu"))
     parser.add_argument("--profiles", type=Path, help="a file for the kernels of each part")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--only", nargs="+", choices=["0.6B", "8B", "LLaDA", "SDAR"], default=["0.6B", "8B", "LLaDA", "SDAR"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     card = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     peaks = ceilings(options)
@@ -254,6 +280,7 @@ def main() -> None:
         ("0.6B", "compiled", lambda: training("Qwen3-0.6B", options, peaks[0], 8, torch.float32, wide, torch_compile=True)),
         ("8B", "adapters", lambda: training("LLaDA-8B", options, peaks[0], 4, low, wide, lora=True)),
         ("LLaDA", "T=0", lambda: generation("LLaDA-8B", options, peaks, wide, {"max_new_tokens": 128, "block_size": 32, "steps": 16})),
+        ("GRPO", "an update", lambda: reinforcement(options)),
         ("SDAR", "T=1", lambda: generation("SDAR-4B", options, peaks, blocks, {"max_new_tokens": 64, "temperature": 1.0})),
     ]
     for group, title, part in parts:

@@ -56,7 +56,7 @@ def trainer_of(lm: DiffusionLM, folder: str, steps: int, **more: Any) -> GRPOTra
         logging_strategy="no",
         save_strategy="no",
         disable_tqdm=True,
-        use_cpu=True,
+        use_cpu=lm.device.type == "cpu",
         **settings,
     )
     prompt = torch.randint(4, 1000, (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -68,15 +68,15 @@ class Plain:
 
     def __init__(self, lm: DiffusionLM, prompt: Sequence[int], steps: int):
         self.lm, self.reference, self.steps = lm, lm.frozen_copy(), steps
-        self.prompt_BP = torch.tensor([list(prompt)] * GROUP)
+        self.prompt_BP = torch.tensor([list(prompt)] * GROUP, device=lm.device)
         self.optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-6)
 
     def update(self) -> None:
         """Sample, reward, and make four updates."""
-        ids_BT = published.generate(self.lm, self.prompt_BP, LENGTH, BLOCK, self.steps, TEMPERATURE)
-        rewards_B = torch.tensor(reward(ids_BT[:, PROMPT:].tolist()))
+        ids_BT = published.generate(self.lm, self.prompt_BP, LENGTH, BLOCK, self.steps, TEMPERATURE).to(self.lm.device)
+        rewards_B = torch.tensor(reward(ids_BT[:, PROMPT:].tolist()), device=ids_BT.device)
         advantage_B = rewards_B - rewards_B.mean()
-        hidden_MBT = torch.rand(MU, *ids_BT.shape) < 0.15
+        hidden_MBT = torch.rand(MU, *ids_BT.shape, device=ids_BT.device) < 0.15
         hidden_MBT[:, :, PROMPT:] = True
         with torch.no_grad():
             old_MBT, reference_MBT = (

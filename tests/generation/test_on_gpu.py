@@ -14,10 +14,11 @@ import unmask
 from tests.generation.test_sampler import assert_same
 from tests.generation.test_variable_length import tiny as with_length_tokens
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
-from tests.helpers import GPU, needs_gpu
+from tests.helpers import GPU, needs_cuda, needs_gpu
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.generation import sampler
+from unmask.generation.engine.recorded_passes import passes_of
 from unmask.models.diffusion_lm import DiffusionLM
 
 pytestmark = needs_gpu
@@ -138,6 +139,19 @@ def test_likelihoods_are_those_of_a_cpu(attention, block_size):
     estimator = "exact" if lm.autoregressive else "elbo"
     found = unmask.log_likelihood(there(lm), PROMPTS, PROMPTS[::-1], estimator=estimator)
     assert found.tolist() == pytest.approx(unmask.log_likelihood(lm, PROMPTS, PROMPTS[::-1], estimator=estimator).tolist(), abs=1e-9)
+
+
+@needs_cuda
+@every_pattern
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_cuda_graphs_give_the_same_tokens(attention, block_size, temperature):
+    lm, graphs = tiny("gpt2", attention, block_size), there(tiny("gpt2", attention, block_size))
+    graphs.cuda_graphs = True
+    config = SamplerConfig(max_new_tokens=16, block_size=None if block_size else 4, temperature=temperature, stop_at_eos=False, trace=True)
+    for _ in range(3):
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            assert_same(sampler.generate(graphs, prompts, config), sampler.generate(lm, prompts, config))
+    assert len(passes_of(graphs)) > 0
 
 
 def test_noise_has_the_same_bits():

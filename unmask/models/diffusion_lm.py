@@ -67,9 +67,10 @@ class DiffusionLM:
         quality_head: estimates whether visible tokens are right; None: the model has none.
         padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
         flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
+        cuda_graphs: whether the sampler records its passes as CUDA graphs (docs/generation.md).
     """
 
-    flash_attention = False
+    flash_attention = cuda_graphs = False
 
     def __init__(
         self,
@@ -338,6 +339,11 @@ class DiffusionLM:
     def capturing(self) -> AbstractContextManager[list[Tensor]]:
         """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
         return self._head.capturing()
+
+    @property
+    def is_capturing(self) -> bool:
+        """Whether hidden states are being collected."""
+        return self._head.captured is not None
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:

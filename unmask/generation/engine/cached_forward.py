@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unmask.generation.engine.host import moved, moved_together
 from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.recorded_passes import forward, num_columns
 from unmask.generation.engine.slots import BatchEntry, Slots, SpeculativeEntry
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -199,6 +200,7 @@ def run_pass(
     """
     cache = slots.cache if cache is None else cache
     assert cache is not None
+    columns = num_columns(lm, max(columns, 1), cache)
     layout = Layout(queries.document_BQ, queries.position_BQ, queries.copy_BQ)
     fraction_BQ = None  # of hidden tokens
     if lm.has_time_embedding and lm.attention == "bidirectional":
@@ -210,12 +212,12 @@ def run_pass(
     if queries.mask is None:
         queries.mask = _mask(queries, columns, cache, windows or lm.attention == "causal")
     inputs = ForwardInputs(queries.ids_BQ, layout, queries.mask, index_N, fraction_BQ, pruned=True)
-    return lm.forward(inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, max(columns, 1)))
+    return forward(lm, inputs, cache.begin_pass([entry.slot for entry in entries], *queries.written, columns))
 
 
 def _mask(queries: Queries, columns: int, cache: SlotCache, windows: bool) -> AttentionMask:
     """The keys that each query attends to."""
-    key_K = torch.arange(max(columns, 1), device=queries.end_BQ.device)
+    key_K = torch.arange(columns, device=queries.end_BQ.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:
         allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])

@@ -22,6 +22,7 @@ from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.host import moved, starts
 from unmask.generation.engine.noise import num_numbers
+from unmask.generation.engine.recorded_passes import check_graphs
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.speculate import Verifier, begin, speculate
@@ -70,13 +71,15 @@ class Engine:
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
-        GenerationError: batch_size is below 1.
+        GenerationError: batch_size is below 1, or a model with cuda_graphs is not on a GPU.
     """
 
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: Verifier | None = None):
         self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
+        for each in (lm, verifier) if isinstance(verifier, DiffusionLM) else (lm,):
+            check_graphs(each)
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:

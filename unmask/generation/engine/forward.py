@@ -16,6 +16,7 @@ from torch.nn.functional import logsigmoid
 
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
 from unmask.generation.engine.host import moved, slot_index, starts
+from unmask.generation.engine.recorded_passes import forward
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.models.attention import AttentionMask, Layout, hidden_fraction
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -119,7 +120,7 @@ def full_pass(
     index_N = moved(member_N * width - int(lm.logit_shift), position_N.device) + position_N
     unshifted_N = slots.unshifted(lm, entries, member_N, position_N)
     index_N = index_N if unshifted_N is None else index_N + unshifted_N
-    return lm.forward(ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT, pruned=True))
+    return forward(lm, ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT, pruned=True))
 
 
 def _layout(lm: DiffusionLM, ids_BT: Tensor, lengths: Sequence[int]) -> tuple[Layout, AttentionMask]:

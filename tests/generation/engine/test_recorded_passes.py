@@ -1,0 +1,61 @@
+"""Recorded passes give the same tokens: here they are called again, with the memory of a graph; on a GPU they are graphs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.test_sampler import assert_same
+from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
+from unmask.config.run import SamplerConfig
+from unmask.generation import sampler
+from unmask.generation.engine import recorded_passes
+
+
+class Again:
+    """In place of a graph: the call itself, which reads the same memory."""
+
+    def __init__(self, call, pool):
+        self.replay, self.calls = call, 0
+        call()
+        made.append(self)
+
+    supports = staticmethod(lambda device: True)
+
+
+made: list[Again] = []
+
+
+@pytest.fixture(autouse=True)
+def called_again(monkeypatch):
+    made.clear()
+    monkeypatch.setattr(recorded_passes, "Graph", Again)
+    monkeypatch.setattr(recorded_passes, "COLUMNS", 8)
+
+
+def recorded(lm):
+    copy = lm.bind(lm.model)
+    copy.cuda_graphs = True
+    return copy
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, data):
+    lm = tiny("phi", attention, block_size, logit_shift)
+    config, prompts = data.draw(configs(attention, block_size)), data.draw(prompt_lists(shortest=int(logit_shift)))
+    expected, graphs = sampler.generate(lm, prompts, config), recorded(lm)
+    for _ in range(2):
+        assert_same(sampler.generate(graphs, prompts, config), expected)
+
+
+@pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 4)])
+def test_few_passes_are_recorded_and_used_again(attention, block_size):
+    lm = recorded(tiny("phi", attention, block_size))
+    config = SamplerConfig(max_new_tokens=32, block_size=4, stop_at_eos=False)
+    first = sampler.generate(lm, [[4, 5, 6]] * 2, config)
+    count = len(made)
+    assert 0 < count <= (4 if attention == "bidirectional" else 24) < max(first.forward_passes)
