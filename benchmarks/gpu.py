@@ -32,10 +32,12 @@ from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3Config, TrainerCallback
+from transformers.integrations.liger import apply_liger_kernel
 
 import unmask
 from benchmarks import grpo
 from benchmarks.harness import heading
+from unmask.models.kernels import fused_linear
 from unmask.models.load import make_diffusion, random_model
 
 SHAPES: dict[
@@ -46,6 +48,8 @@ SHAPES: dict[
     "LLaDA-8B": (LlamaConfig, dict(zip("hilakdv", (4096, 12_288, 32, 32, 32, 128, 126_464), strict=True))),
 }
 ROW = 2048
+LAYERS = {"rope": True, "rms_norm": True, "swiglu": True, "cross_entropy": False, "fused_linear_cross_entropy": False}
+FUSED = "CUDA graphs, fused layers"
 PARTS = ["0.6B", "8B", "LLaDA", "SDAR", "GRPO"]
 Row = dict[str, Any]
 
@@ -195,13 +199,26 @@ def training(
     yield {"what": what, "figure": f"MFU {flops / step / peak:.1%}", "bar": "45%", **found, **costs(one, options)}
 
 
+def ways(options: argparse.Namespace) -> list[str]:
+    """How the sampler runs its passes."""
+    return ["as it is", *(["CUDA graphs"] if options.device == "cuda" else []), *([FUSED] if liger(options) else [])]
+
+
+def liger(options: argparse.Namespace) -> Row:
+    """The setting of fused layers, where Liger is installed."""
+    return {"use_liger_kernel": True} if options.device == "cuda" and fused_linear.installed() else {}
+
+
 def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float], pattern: dict[str, Any], settings: Row) -> Iterator[Row]:
-    """Tokens per second, and the share of the limit, by batch, without and with CUDA graphs."""
+    """Tokens per second, and the share of the limit, by batch: as it is, with CUDA graphs, and with these and fused layers."""
     lm = build(name, options, torch.bfloat16 if options.device == "cuda" else torch.float32, **pattern)
     config, prompt, length = lm.model.config, 128, settings["max_new_tokens"]
     linear = sum(p.numel() for n, p in lm.model.named_parameters() if p.ndim == 2 and "layers" in n)
     head = config.hidden_size * config.vocab_size
-    for batch, lm.cuda_graphs in itertools.product(options.batches, (False, True) if options.device == "cuda" else (False,)):
+    for way, batch in itertools.product(ways(options), options.batches):
+        lm.cuda_graphs = way != "as it is"
+        if way == FUSED:
+            apply_liger_kernel(lm.model, LAYERS)  # what follows has them as well
         prompts = torch.randint(2, 590, (batch, prompt), generator=torch.Generator().manual_seed(batch)).tolist()
         config_ = unmask.SamplerConfig(stop_at_eos=False, batch_size=batch, **settings)
         out: list[Any] = []
@@ -210,6 +227,7 @@ def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float
             out[:] = [unmask.generate(lm, prompts, config_)]
 
         call()  # with graphs, the second call records the last of them
+        call()
         taken = seconds(call, options, rounds=2)
         passes = max(out[0].forward_passes)
         whole = lm.attention == "bidirectional"
@@ -217,9 +235,9 @@ def generation(name: str, options: argparse.Namespace, peaks: tuple[float, float
         flops = batch * (2 * linear * queries + 2 * head * rows)
         cached = 0 if whole else 2 * batch * (prompt + length) * config.num_key_value_heads * config.head_dim * config.num_hidden_layers
         least = passes * max(flops / peaks[0], 2 * (linear + head + cached) / peaks[1])
-        kind = f"{lm.attention}, T={settings.get('temperature', 0.0)}{', CUDA graphs' if lm.cuda_graphs else ''}"
-        figure = {"what": f"generate, {name}, {kind}, batch {batch}", "figure": f"{least / taken:.1%} of the limit", "bar": "50%"}
-        few = config_.model_copy(update={"max_new_tokens": 32, "steps": settings.get("steps", 16) // 4 or None})
+        kind = f"{lm.attention}, T={settings.get('temperature', 0.0)}"
+        figure = {"what": f"generate, {name}, {kind}, batch {batch}, {way}", "figure": f"{least / taken:.1%} of the limit", "bar": "50%"}
+        few = config_.model_copy(update={"max_new_tokens": 32, "steps": settings["steps"] // 4 if "steps" in settings else None})
         yield (
             figure
             | {"tokens/s": round(batch * length / taken), "passes": passes, "ms a pass": round(1e3 * taken / passes, 2)}
@@ -241,11 +259,11 @@ def reinforcement(options: argparse.Namespace) -> Iterator[Row]:
             trainer.reference = first.reference
             trainer.train()
 
-        for lm.cuda_graphs in (False, True) if options.device == "cuda" else (False,):
-            name = "CUDA graphs" if lm.cuda_graphs else "ours"
-            taken[name] = seconds(ours, options, rounds=2)
-            figure, ratio = f"{taken[name]:.2f} s, plain {taken['plain']:.2f} s", taken["plain"] / taken[name]
-            yield {"what": f"GRPO, Qwen3-0.6B, an update, {name}", "figure": figure, "plain / ours": round(ratio, 2)}
+        for way in ways(options)[:2]:
+            lm.cuda_graphs = way != "as it is"
+            taken[way] = seconds(ours, options, rounds=2)
+            figure, ratio = f"{taken[way]:.2f} s, plain {taken['plain']:.2f} s", taken["plain"] / taken[way]
+            yield {"what": f"GRPO, Qwen3-0.6B, an update, {way}", "figure": figure, "plain / ours": round(ratio, 2)}
 
 
 @contextmanager
@@ -275,10 +293,11 @@ def main() -> None:
     wide, low = {"attention": "bidirectional"}, torch.bfloat16 if options.device == "cuda" else torch.float32
     blocks = {"attention": "block_causal", "block_size": 4}
     parts: list[tuple[str, str, Callable[[], Iterator[Row]]]] = [
-        ("0.6B", "mixed", lambda: training("Qwen3-0.6B", options, peaks[0], 8, torch.float32, wide)),
-        ("0.6B", "blocks", lambda: training("Qwen3-0.6B", options, peaks[0], 4, torch.float32, blocks)),
+        ("0.6B", "16 bits", lambda: training("Qwen3-0.6B", options, peaks[0], 8, low, wide, **liger(options))),
+        ("0.6B", "mixed", lambda: training("Qwen3-0.6B", options, peaks[0], 8, torch.float32, wide, **liger(options))),
+        ("0.6B", "blocks", lambda: training("Qwen3-0.6B", options, peaks[0], 4, torch.float32, blocks, **liger(options))),
         ("0.6B", "compiled", lambda: training("Qwen3-0.6B", options, peaks[0], 8, torch.float32, wide, torch_compile=True)),
-        ("8B", "adapters", lambda: training("LLaDA-8B", options, peaks[0], 4, low, wide, lora=True)),
+        ("8B", "adapters", lambda: training("LLaDA-8B", options, peaks[0], 4, low, wide, lora=True, **liger(options))),
         ("LLaDA", "T=0", lambda: generation("LLaDA-8B", options, peaks, wide, {"max_new_tokens": 128, "block_size": 32, "steps": 16})),
         ("GRPO", "an update", lambda: reinforcement(options)),
         ("SDAR", "T=1", lambda: generation("SDAR-4B", options, peaks, blocks, {"max_new_tokens": 64, "temperature": 1.0})),

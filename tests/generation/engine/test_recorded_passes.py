@@ -59,3 +59,7 @@ def test_few_passes_are_recorded_and_used_again(attention, block_size):
     first = sampler.generate(lm, [[4, 5, 6]] * 2, config)
     count = len(made)
     assert 0 < count <= (4 if attention == "bidirectional" else 24) < max(first.forward_passes)
+    for seen in range(2):
+        assert sampler.generate(lm, [[4, 5, 6]] * 2, config).tokens == first.tokens
+        assert seen == 0 or len(made) == count
+        count = len(made)

@@ -18,7 +18,7 @@ from tests.models.hooks.test_head import CHUNK, CLOSE, asked, assert_same, score
 from unmask.models.hooks import head
 from unmask.models.kernels import fused_linear
 
-HIDDEN = SimpleNamespace(dtype=torch.float32, is_cuda=True)
+HIDDEN = SimpleNamespace(dtype=torch.float32, is_cuda=True, numel=lambda: fused_linear.LEAST_ROWS * 8)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,8 @@ def test_it_is_not_chosen_where_it_would_compute_something_else(monkeypatch):
     replaced = nn.Linear(4, 8)
     replaced.forward = lambda hidden: hidden  # type: ignore[method-assign]
     assert not fused_linear.usable(Adapted(4, 8), HIDDEN) and not fused_linear.usable(replaced, HIDDEN)
-    assert not fused_linear.usable(nn.Linear(4, 8), SimpleNamespace(dtype=torch.float64, is_cuda=True))
+    assert not fused_linear.usable(nn.Linear(4, 8), SimpleNamespace(**vars(HIDDEN) | {"dtype": torch.float64}))
+    assert not fused_linear.usable(nn.Linear(4, 9), HIDDEN)  # chunks of too few rows
 
 
 class Definition:
@@ -113,15 +114,13 @@ def test_other_losses_and_heads_use_the_chunks(name, more, defined):
 def test_on_a_gpu_the_kernel_is_its_definition(dtype):
     pytest.importorskip("liger_kernel")
     torch.manual_seed(0)
-    linear = nn.Linear(64, 1000, bias=False, device="cuda", dtype=dtype)
-    hidden_ND = torch.randn(300, 64, device="cuda", dtype=dtype, requires_grad=True)
-    target_N, weight_N = torch.randint(999, (300,), device="cuda"), torch.rand(300, device="cuda")
+    linear = nn.Linear(64, 100, bias=False, device="cuda", dtype=dtype)
+    hidden_ND = torch.randn(900, 64, device="cuda", dtype=dtype, requires_grad=True)
+    target_N, weight_N = torch.randint(99, (900,), device="cuda"), torch.rand(900, device="cuda")
     assert fused_linear.usable(linear, hidden_ND)
     found = []
     for fused in (True, False):
-        log_prob_N = (
-            fused_linear.log_probs(linear, hidden_ND, target_N, (999,)) if fused else defined_log_probs(linear, hidden_ND, target_N)
-        )
+        log_prob_N = fused_linear.log_probs(linear, hidden_ND, target_N, (99,)) if fused else defined_log_probs(linear, hidden_ND, target_N)
         found.append([log_prob_N, *torch.autograd.grad((weight_N * log_prob_N).sum(), [hidden_ND, linear.weight])])
     close = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.05}
     for one, other in zip(*found, strict=True):
@@ -130,5 +129,5 @@ def test_on_a_gpu_the_kernel_is_its_definition(dtype):
 
 def defined_log_probs(linear: nn.Linear, hidden_ND: torch.Tensor, target_N: torch.Tensor) -> torch.Tensor:
     logits_NV = linear(hidden_ND).float()
-    logits_NV[:, 999] = -torch.inf
+    logits_NV[:, 99] = -torch.inf
     return head.token_log_probs(logits_NV, target_N)

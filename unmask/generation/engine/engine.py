@@ -22,7 +22,7 @@ from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.host import moved, starts
 from unmask.generation.engine.noise import num_numbers
-from unmask.generation.engine.recorded_passes import check_graphs
+from unmask.generation.engine.recorded_passes import check_graphs, passes_of
 from unmask.generation.engine.sequence import SequenceState
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.speculate import Verifier, begin, speculate
@@ -83,7 +83,7 @@ class Engine:
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
-            self.slots.create_cache()
+            self.slots.create_cache(passes_of(lm).memory if lm.cuda_graphs else None)
         if verifier is not None:
             check_server(lm, verifier) if isinstance(verifier, RemoteLM) else check_verifier(lm, verifier)
         self._verifier = verifier if isinstance(verifier, DiffusionLM) else None  # which has its keys here

@@ -7,7 +7,8 @@ Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,7 +22,7 @@ from unmask.generation.engine.host import slot_index
 class SlotCache(Cache):
     """A key-value cache for models, of a fixed number of slots and columns."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CacheMemory | None = None) -> None:
         super().__init__(layers=[])
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.shape = (0, 0)
@@ -31,9 +32,12 @@ class SlotCache(Cache):
         self.column_B1Q = torch.zeros(0, 1, 0, dtype=torch.long)  # where the pass writes; padding: the extra column after the last
         self.width = 0  # the number of columns that the pass reads
         self._read: list[tuple[Tensor, Tensor]] = []  # of each layer that part of `stored`, if the slots are consecutive
+        self.memory = memory  # of an earlier cache, to be used again
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; stored keys and values stay, as far as they fit."""
+        if self.memory is not None and self.memory.serves(self, slots, columns):
+            return
         kept = [min(old, new) for old, new in zip(self.shape, (slots, columns), strict=True)]
         for layer, pair in enumerate(self.stored):
             grown = self._empty(pair[0], slots, columns), self._empty(pair[1], slots, columns)
@@ -90,3 +94,24 @@ class SlotCache(Cache):
     def _empty(like: Tensor, slots: int, columns: int) -> Tensor:
         """A table with one extra column, to which padding is written."""
         return like.new_zeros(slots, like.shape[1], columns + 1, like.shape[3])
+
+
+class CacheMemory:
+    """The tables of the latest cache of a model. The next cache takes them over, as CUDA graphs were recorded with this memory."""
+
+    def __init__(self) -> None:
+        self._owner: Callable[[], SlotCache | None] = lambda: None
+        self._stored: list[tuple[Tensor, Tensor]] = []
+        self._shape = (0, 0)
+
+    def keep(self, cache: SlotCache) -> None:
+        """Remember the tables of this cache."""
+        self._owner, self._stored, self._shape = weakref.ref(cache), cache.stored, cache.shape
+
+    def serves(self, cache: SlotCache, slots: int, columns: int) -> bool:
+        """Whether the cache has so many slots and columns, perhaps now: without tables, it gets those of a cache that is gone."""
+        if not cache.stored and self._owner() is None and self._stored:
+            cache.stored, cache.shape = self._stored, self._shape
+            cache.clear(range(cache.shape[0]))
+            self.keep(cache)
+        return bool(cache.stored) and slots <= cache.shape[0] and columns <= cache.shape[1]

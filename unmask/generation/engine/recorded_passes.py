@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from unmask.errors import GenerationError
-from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
 from unmask.models.attention import AttentionMask
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 from unmask.models.kernels.flex import LEAST_QUERIES
@@ -83,7 +83,7 @@ def passes_of(lm: DiffusionLM) -> RecordedPasses:
 def forward(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None = None) -> Tensor:
     """`lm.forward` [N, V], as a CUDA graph where that is asked for and possible."""
     plain = inputs.mask.full or inputs.ids_BT.shape[1] < LEAST_QUERIES  # FlexAttention is compiled by itself
-    consecutive = cache is None or isinstance(cache.index, slice)
+    consecutive = cache is None or (isinstance(cache.index, slice) and bool(cache.stored))
     if not (lm.cuda_graphs and plain and consecutive) or lm.is_capturing or lm.compile_options is not None:
         return lm.forward(inputs, cache)
     return passes_of(lm).run(lm, inputs, cache)
@@ -93,10 +93,11 @@ class RecordedPasses:
     """The recorded passes of a model, the most recently used."""
 
     def __init__(self, made_for: object):
-        self.made_for = made_for
+        self.made_for, self.memory = made_for, CacheMemory()
         self._passes: OrderedDict[Hashable, RecordedPass | None] = OrderedDict()  # None: it occurred once
         self._logits: dict[tuple[int, torch.dtype], Tensor] = {}  # [N, V] that all passes with so many rows write to
         self._pool: Any = None
+        self._cache: SlotCache | None = None  # of the present pass: no graph keeps a cache
 
     def __len__(self) -> int:
         return sum(recorded is not None for recorded in self._passes.values())
@@ -104,6 +105,8 @@ class RecordedPasses:
     def run(self, lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None) -> Tensor:
         """The logits of a pass."""
         assert inputs.index_N is not None
+        if cache is not None and cache.memory is self.memory:
+            self.memory.keep(cache)
         key = _key(lm, inputs, cache)
         known = key in self._passes
         recorded = self._passes.setdefault(key, None)
@@ -112,15 +115,18 @@ class RecordedPasses:
             while len(self._passes) > GRAPHS_KEPT:
                 self._passes.popitem(last=False)
             return lm.forward(inputs, cache)
-        if recorded is None:
-            recorded = self._passes[key] = RecordedPass(inputs, cache)
-            recorded.fill(inputs, cache)
-            self._record(lm, recorded, cache)
+        fresh = recorded is None
+        recorded = recorded or RecordedPass(inputs, cache)
         recorded.fill(inputs, cache)
+        self._cache = cache
+        if fresh:
+            self._record(lm, recorded)
+            self._passes[key] = recorded
         recorded.graph.replay()
+        self._cache = None
         return recorded.logits_NV[: len(inputs.index_N)].clone()
 
-    def _record(self, lm: DiffusionLM, recorded: RecordedPass, cache: SlotCache | None) -> None:
+    def _record(self, lm: DiffusionLM, recorded: RecordedPass) -> None:
         rows, kind = len(recorded.index_N), lm.log_prob_dtype
         if (rows, kind) not in self._logits:
             self._logits[rows, kind] = torch.empty(rows, lm.config.vocab_size, dtype=kind, device=recorded.index_N.device)
@@ -129,8 +135,8 @@ class RecordedPasses:
             self._pool = torch.cuda.graph_pool_handle()
 
         def call() -> None:
-            with recorded.writing(cache):
-                recorded.logits_NV.copy_(lm.forward(recorded.inputs(), cache))
+            with recorded.writing(self._cache):
+                recorded.logits_NV.copy_(lm.forward(recorded.inputs(), self._cache))
 
         recorded.graph = Graph(call, self._pool)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.host import first_by_order, first_true, members, moved, moved_together, ranks, slot_index
-from unmask.generation.engine.kv_cache import SlotCache
+from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
 from unmask.generation.output import Trace
 from unmask.generation.policies import Decision
 from unmask.generation.requests import Request, block_start
@@ -148,10 +148,10 @@ class Slots:
         if self.noise_SU.shape[1] < width:
             self.noise_SU = F.pad(self.noise_SU, (0, width - self.noise_SU.shape[1]))
 
-    def create_cache(self) -> None:
-        """Create the key-value cache, unless there is one."""
+    def create_cache(self, memory: CacheMemory | None = None) -> None:
+        """Create the key-value cache, unless there is one; `memory` may be that of an earlier one."""
         if self.cache is None:
-            self.cache = SlotCache()
+            self.cache = SlotCache(memory)
             self.cache.reserve(*self.ids_SC.shape)
 
     def create_verifier_cache(self) -> None:

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 MIN_VERSION = (0, 8, 5)
 """Up to 0.8.1 the gradients are wrong where tokens have different weights in the loss. This version was compared with torch."""
+LEAST_ROWS = 512
+"""Rows of a chunk of the kernel (N * D / V) below which its products do not fill a GPU, and it is slower than larger chunks without it."""
 
 
 @functools.cache
@@ -29,8 +31,10 @@ def installed() -> bool:
 
 
 def usable(head: nn.Module, hidden_ND: Tensor) -> bool:
-    """Whether the kernel computes what this head does with these hidden states: on a GPU, a linear layer and nothing around it."""
+    """Whether the kernel computes what this head does with these hidden states, and is faster: on a GPU, a linear layer and nothing more."""
     if torch.compiler.is_compiling() or not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
+        return False
+    if not isinstance(head, nn.Linear) or hidden_ND.numel() < LEAST_ROWS * head.out_features:
         return False
     return type(head) is nn.Linear and "forward" not in vars(head) and type(head.weight) is nn.Parameter and installed()
 
