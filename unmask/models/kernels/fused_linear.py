@@ -31,7 +31,7 @@ def installed() -> bool:
 
 
 def usable(head: nn.Module, hidden_ND: Tensor) -> bool:
-    """Whether the kernel computes what this head does with these hidden states, and is faster: on a GPU, a linear layer and nothing more."""
+    """Whether the kernel computes what this head does with these hidden states, and faster: on a GPU, a linear layer and nothing more."""
     if torch.compiler.is_compiling() or not hidden_ND.is_cuda or hidden_ND.dtype == torch.float64:
         return False
     if not isinstance(head, nn.Linear) or hidden_ND.numel() < LEAST_ROWS * head.out_features:
