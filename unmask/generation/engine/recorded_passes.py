@@ -150,6 +150,7 @@ class RecordedPass:
     def __init__(self, inputs: ForwardInputs, cache: SlotCache | None):
         assert inputs.index_N is not None
         self._like = inputs
+        self._held = None if cache is None else list(cache.heads.values())  # which it reads too
         self._latest: dict[str, Tensor] = {}  # what was copied last: a plan's tensors are the same in many passes
         self._parts = {name: torch.empty_like(part) for name, part in _parts(inputs, cache).items()}
         self.index_N = inputs.index_N.new_zeros(num_rows(len(inputs.index_N)))

@@ -151,7 +151,7 @@ class RowSelector:
         rows = (self.hidden_ND, *(each.to(out.device) for each in self.reduction.rows))
         settings = (self.forbidden, self.reduction.function, self.reduction.setting)
         parts = [
-            checkpoint(self._reduce_chunk, head, *settings, *chunk, use_reentrant=False)
+            checkpoint(self._reduce_chunk, head, *settings, *chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in zip(*(each.split(size) for each in rows), strict=True)
         ]
         self.reduced = tuple(torch.cat(each) for each in zip(*parts, strict=True))
