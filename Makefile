@@ -31,8 +31,9 @@ playground:  ## check, test and build the page that the server shows (needs Node
 test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
-test-slow: $(INSTALLED)  ## the slow tests only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone and not nightly'
+# Of properties (the tests marked `hypothesis`) the fast tests try fewer examples.
+test-slow: $(INSTALLED)  ## the slow tests, and more examples of every property
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(slow or hypothesis) and not vllm and not alone and not nightly' --hypothesis-profile=thorough
 	$(BIN)/python -m pytest -m 'alone and not nightly'
 
 NIGHTLY := .nightly-passed

@@ -20,8 +20,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of
 
 pytest_plugins = ["tests.fixtures"]
 
-hypothesis.settings.register_profile("repeatable", max_examples=50, derandomize=True, deadline=None, database=None)
-hypothesis.settings.load_profile("repeatable")
+hypothesis.settings.register_profile("thorough", max_examples=50, derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("thorough"), max_examples=20)
+hypothesis.settings.load_profile("fast")  # `make test-slow` takes the other one
 
 # A `CliRunner` makes the commands of an app anew for every call, which takes longer than most calls.
 typer.testing._get_command = functools.cache(typer.testing._get_command)

@@ -16,6 +16,7 @@ import timeit
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -48,6 +49,12 @@ def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
     chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
     freedom = int(possible_V.sum()) - 1
     return not drawn_V[~possible_V].any() and bool(abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom))
+
+
+def examples(thorough: int) -> hypothesis.settings:
+    """Of a property that takes long: the number of examples with the profile `thorough`; with `fast`, fewer."""
+    settings = hypothesis.settings
+    return settings(max_examples=math.ceil(thorough * settings.default.max_examples / settings.get_profile("thorough").max_examples))
 
 
 def cost(function: Callable[..., Any], *arguments: Any) -> float:

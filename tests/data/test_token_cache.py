@@ -11,9 +11,10 @@ from itertools import islice
 import datasets
 import pytest
 from datasets import Dataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import examples
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import TEXTS_AT_ONCE, Column, iter_text_rows
 from unmask.data.token_cache import MANIFEST, ROWS, StreamedRows, cached_rows
@@ -83,7 +84,7 @@ def cached(folder, texts=TEXTS, tokenizer=TOKENIZER, max_length=4, **more) -> Da
     return cached_rows(folder, tokenizer, texts, max_length, **more)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(corpora, st.integers(2, 9), st.booleans())
 def test_cached_rows_are_those_of_the_texts(tmp_path_factory, texts, max_length, packed):
     folder = tmp_path_factory.mktemp("cache")

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import every_pattern, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.output import Trace, make_generation
@@ -52,7 +53,7 @@ cases = st.builds(
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
-@settings(max_examples=4)
+@examples(4)
 @given(case=cases, decoding_block=st.sampled_from([None, 1, 2, 4, 8]))
 def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, case, decoding_block):
     """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy tokens."""

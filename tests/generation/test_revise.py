@@ -6,10 +6,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import Watch, revisions, tiny
+from tests.helpers import examples
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -125,7 +126,7 @@ def test_a_token_that_context_contradicts_is_hidden_and_filled_in_again(monkeypa
 @pytest.mark.parametrize(
     "attention, block_size", [("bidirectional", None), ("block_causal", 3), pytest.param("block_causal", 4, marks=pytest.mark.slow)]
 )
-@settings(max_examples=6)
+@examples(6)
 @given(data=st.data())
 def test_the_engine_revises_by_quality_as_the_naive_sampler_does(logit_shift, attention, block_size, data):
     """Beside sequences that do not revise, or do by probability."""

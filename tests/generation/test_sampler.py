@@ -9,10 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
@@ -35,7 +36,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize(
     "family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), pytest.param("gpt2", True, marks=pytest.mark.slow)]
 )
-@settings(max_examples=5)
+@examples(5)
 @given(data=st.data())
 def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size, logit_shift, data):
     lm = tiny(family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
@@ -220,7 +221,7 @@ def texts_with_holes(draw, lm):
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=5)
+@examples(5)
 @given(data=st.data())
 def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_size, data):
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=2.0)

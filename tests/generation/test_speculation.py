@@ -8,12 +8,13 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import MistralConfig, MistralForCausalLM
 
 from tests.generation.tiny_models import PROMPTS, prompt_lists, stock, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.config.sampler import OF_DENOISING
 from unmask.errors import ConfigError, GenerationError
@@ -127,7 +128,7 @@ def causal_greedy(lm, prompts, **settings) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=5)
+@examples(5)
 @given(data=st.data())
 def test_greedy_tokens_are_those_of_causal_decoding(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 0.0, 2.0]))

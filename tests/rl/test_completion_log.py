@@ -14,12 +14,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
 
+from tests.helpers import examples
 from tests.training.tiny_runs import Before, make
 from unmask.artifacts import MetricsLog
 from unmask.console import Progress
@@ -87,7 +87,7 @@ def run(samples: CompletionLog, rollouts: range, folder: Path) -> None:
             samples.write(step, columns(1))
 
 
-@hypothesis.settings(max_examples=20)
+@examples(20)
 @given(every=st.integers(0, 7), updates=st.integers(1, 4), before=st.integers(0, 5), lost=st.integers(0, 3))
 def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(tmp_path_factory, every, updates, before, lost):
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")

@@ -11,9 +11,10 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import examples
 from unmask.rl.losses import (
     AdvantageKind,
     Aggregation,
@@ -63,7 +64,7 @@ def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@examples(30)
 @given(groups=groups, order=st.randoms(use_true_random=False))
 def test_advantages_are_those_within_the_group(kind, groups, order):
     reward_B, group_B = flat(groups)
@@ -75,7 +76,7 @@ def test_advantages_are_those_within_the_group(kind, groups, order):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=30)
+@examples(30)
 @given(groups=groups)
 def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
     reward_B, group_B = flat(groups)
@@ -95,7 +96,7 @@ def test_equal_rewards_give_no_advantage_though_their_mean_is_rounded(kind, size
     torch.testing.assert_close(advantages(reward_B, torch.zeros(size).long(), kind), torch.zeros(size), rtol=0, atol=1e-9)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(groups=groups, temperature=st.sampled_from([1e-5, 1e-3, 0.1, 3.0, 1e3]))
 def test_a_softmax_has_any_temperature(groups, temperature):
     """The lower it is, the more the weight is on the best and the worst completions."""
@@ -104,7 +105,7 @@ def test_a_softmax_has_any_temperature(groups, temperature):
     assert value_B.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(groups=groups, low=st.sampled_from([-1.0, 0.0, 0.25]), width=st.sampled_from([0.0, 0.5, 1.0]), spread=st.booleans())
 def test_groups_are_kept_whole_by_their_mean_and_their_spread(groups, low, width, spread):
     expected = []
@@ -136,7 +137,7 @@ def surrogate(gap_BT, dual_clip=None):
     return clipped_surrogate(gap_BT, ADVANTAGE_B1, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(gaps)
 def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
     """They are exact: policy, old policy and reference are then the same function."""
@@ -150,7 +151,7 @@ def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
 
 
 @pytest.mark.parametrize("dual_clip", [None, 1.5])
-@settings(max_examples=30)
+@examples(30)
 @given(gaps)
 def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_bound(dual_clip, gap_BT):
     gap_BT = gap_BT.clone().requires_grad_()
@@ -214,7 +215,7 @@ def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from
     torch.testing.assert_close(mean_V, reverse_V)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(gaps)
 def test_divergences_are_their_formulas(gap_BT):
     exact_BT = gap_BT.double()

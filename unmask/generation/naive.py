@@ -164,22 +164,12 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
         while any(hidden[start:stop]):
             logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
-            present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
-            present_1V[0, [token for token, is_hidden in zip(ids, hidden, strict=True) if not is_hidden]] = True
-            key, number = torch.tensor([request.key], device=lm.device), torch.tensor([passes], device=lm.device)
-            if request.gaps:
-                decisions = _decide_given(lm, request, ids, hidden, (start, stop), logits_TV, present_1V, passes, config)
-            else:
-                decisions = {
-                    position: decide(logits_TV[position][None], config, key, number, torch.tensor([position], device=lm.device), present_1V)
-                    for position in range(start, stop)
-                    if hidden[position]
-                }
+            decisions = _decide(lm, request, ids, hidden, (start, stop), logits_TV, passes, config)
             order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
             again = []
             if request.revisions:
                 visible_N = torch.tensor(sorted(position for position in revealed if position >= start), dtype=torch.long)
-                again = _unlikely(lm, logits_TV, ids[:visible], hidden[:visible], visible_N, key, number, config)
+                again = _unlikely(lm, logits_TV, ids[:visible], hidden[:visible], visible_N, request.key, passes, config)
                 again = again[: request.revisions[block][step]]
             num_remasked = count_remasked(counts, step, config.remask)
             num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked + len(again)
@@ -282,26 +272,28 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
     return logits_TV
 
 
-def _decide_given(
+def _decide(
     lm: DiffusionLM,
     request: Request,
     ids: list[int],
     hidden: list[bool],
     block: tuple[int, int],
     logits_TV: Tensor,
-    present_1V: Tensor,
     step: int,
     config: SamplerConfig,
 ) -> dict[int, Decision]:
     """The decision at every hidden position of the block, given the request's constraint."""
     positions = [position for position in range(*block) if hidden[position]]
     position_N = torch.tensor(positions, device=lm.device)
-    key_N, step_N = torch.full_like(position_N, request.key), torch.full_like(position_N, step)
-    windows = windows_of(request.gaps, block, ids, hidden, lm.device)
-    present_NV = present_1V.expand(len(positions), -1)
-    decision = decide_given(logits_TV[position_N], config, key_N, step_N, position_N, present_NV, windows)
-    parts = {name: values_N for name, values_N in decision._asdict().items() if values_N is not None}
-    return {position: Decision(**{name: each[[n]] for name, each in parts.items()}) for n, position in enumerate(positions)}
+    present_NV = torch.zeros_like(logits_TV[position_N], dtype=torch.bool)
+    present_NV[:, [token for token, is_hidden in zip(ids, hidden, strict=True) if not is_hidden]] = True
+    where = (torch.full_like(position_N, request.key), torch.full_like(position_N, step), position_N, present_NV)
+    if request.gaps:
+        decision = decide_given(logits_TV[position_N], config, *where, windows_of(request.gaps, block, ids, hidden, lm.device))
+    else:
+        decision = decide(logits_TV[position_N], config, *where)
+    parts = {name: values_N.split(1) for name, values_N in decision._asdict().items() if values_N is not None}
+    return {position: Decision(**{name: each[n] for name, each in parts.items()}) for n, position in enumerate(positions)}
 
 
 def _forbidden(decision: Decision | None, count: int) -> list[tuple[int, float]]:
@@ -318,8 +310,8 @@ def _unlikely(
     ids: list[int],
     hidden: list[bool],
     position_N: Tensor,
-    key: Tensor,
-    step: Tensor,
+    key: int,
+    step: int,
     config: SamplerConfig,
 ) -> list[int]:
     """Those of the visible positions that may be hidden again, the first to be hidden first."""
@@ -333,7 +325,8 @@ def _unlikely(
         log_prob_N = logsigmoid(lm.quality_head(seen[0]))
     else:
         log_prob_N = present_log_probs(logits_TV[position_N], ids_1T[0, position_N])
-    priority_N = doubts(log_prob_N, config.revise, config.seed, key.expand_as(position_N), step.expand_as(position_N), position_N)
+    key_N, step_N = torch.full_like(position_N, key), torch.full_like(position_N, step)
+    priority_N = doubts(log_prob_N, config.revise, config.seed, key_N, step_N, position_N)
     ranked = sorted((-priority, position) for priority, position in zip(priority_N.tolist(), position_N.tolist(), strict=True))
     return [position for negative, position in ranked if negative < math.inf]
 

@@ -12,10 +12,11 @@ from threading import Barrier, Lock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.constraints.vocabularies import END, PAD, SMALL, TEXT, text_of, walks
+from tests.helpers import examples
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -47,7 +48,7 @@ def token_of(written: bytes) -> int:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(tokens=st.lists(st.integers(2, 11), max_size=5))
 def test_exactly_the_texts_that_match_are_accepted(pattern, tokens):
     stops, filled = (compile_constraint(ConstraintConfig(regex=pattern), SMALL, end=end) for end in ("stops", "filled"))

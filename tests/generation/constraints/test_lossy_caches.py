@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.generation.constraints.test_sampling import PROMPTS, check, regexes, valid
 from tests.generation.tiny_models import configs, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
@@ -50,7 +51,7 @@ def check_lossy(cache: str, data: st.DataObject) -> None:
 
 
 @every_cache
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_completions_match(cache, data):
     check_lossy(cache, data)
@@ -65,7 +66,7 @@ def test_completions_match_with_many_more_settings(cache, data):
 
 
 @every_cache
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_gaps_match(cache, data):
     lm, pattern = tiny("phi", "bidirectional"), "a(b|cd?)|[c-e]{3}|f"

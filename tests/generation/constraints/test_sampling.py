@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, configs, every_pattern, tiny
+from tests.helpers import examples
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -54,7 +55,7 @@ def valid(config: SamplerConfig, pattern: str) -> SamplerConfig:
 
 
 @every_pattern
-@settings(deadline=None, max_examples=5)
+@examples(5)
 @given(data=st.data())
 def test_every_completion_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
     lm = tiny("phi", attention, block_size, eos_bias=1.0)
@@ -100,7 +101,7 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
     return done
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(pattern=regexes())
 def test_random_patterns_are_always_met(pattern):
     complete_all(pattern, 1, 0)
@@ -167,7 +168,7 @@ def test_at_temperature_0_the_best_text_is_found(generate, pattern):
 
 
 @every_pattern
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_a_constraint_that_allows_everything_changes_no_token(attention, block_size, data):
     """A model that gives other special tokens than EOS no probability."""

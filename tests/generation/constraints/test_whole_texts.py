@@ -10,11 +10,11 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import configs, every_pattern, tiny
-from tests.helpers import chi_square_is_likely
+from tests.helpers import chi_square_is_likely, examples
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -44,7 +44,7 @@ def written(lm, tokens) -> str:
 
 
 @every_pattern
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(data=st.data())
 def test_every_text_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):
     lm = tiny("phi", attention, block_size)

@@ -8,10 +8,11 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import PATTERNS, Watch, configs, every_pattern, prompt_lists, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
@@ -22,7 +23,7 @@ from unmask.generation.requests import make_requests
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=4)
+@examples(4)
 @given(data=st.data())
 def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
     """Each has its own settings; some are submitted later, some are cancelled."""
@@ -124,7 +125,7 @@ def test_reused_prompt_tokens_are_counted(attention, block_size):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-@settings(max_examples=3)
+@examples(3)
 @given(data=st.data())
 def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
     """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted when others are ahead,
@@ -177,7 +178,7 @@ def test_some_sequences_are_guided_while_others_draft(guidances):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_drafts_change_no_token(logit_shift, attention, block_size, data):
     lm = tiny(

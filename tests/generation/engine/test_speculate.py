@@ -7,10 +7,11 @@ from dataclasses import astuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import PROMPTS, Watch, prompt_lists, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
@@ -54,7 +55,7 @@ def assert_equal(trace, expected) -> None:
 
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=4)
+@examples(4)
 @given(data=st.data())
 def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
     block_size, bias = data.draw(st.integers(2, 8)), data.draw(st.sampled_from([-9.0, 1.0]))
@@ -66,7 +67,7 @@ def test_rounds_are_those_of_the_naive_sampler(logit_shift, family, data):
         assert_equal(trace, other)
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(data=st.data())
 def test_other_modes_share_the_engine(data):
     """Requests of several settings, some submitted later, one cancelled."""

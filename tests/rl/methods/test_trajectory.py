@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import every_pattern
+from tests.helpers import examples
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.rl.losses import token_weights
@@ -64,7 +65,7 @@ def sets(views, row):
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=5)
+@examples(5)
 @given(
     policy=st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]),
     steps=st.none() | st.integers(1, 8),
