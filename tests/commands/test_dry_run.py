@@ -21,12 +21,19 @@ from unmask.commands.run import training_arguments
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.load import load
+from unmask.planning import calibration
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import matmul_flops
 from unmask.preference.trainer import DPOTrainer
 
 BLOCK = {"attention": "block_causal", "block_size": 4, "use_cpu": True, "max_length": 32, "per_device_train_batch_size": 4}
 TWO_STAGES = [{"share": 1, "rate": 0.5, "train": ["attention"]}, {"share": 3, "attention": "bidirectional"}]
+
+
+@pytest.fixture(autouse=True)
+def _few_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How well this computer is calibrated is not looked at here."""
+    monkeypatch.setattr(calibration, "CALIBRATION_SECONDS", 0.01)
 
 
 def run_config(model: Path, text: Path, tmp_path: Path, **training: Any) -> RunConfig:

@@ -29,12 +29,6 @@ NAMES = [
 ]
 
 
-def estimator() -> StepEstimator:
-    settings = {"attention": "causal", "block_size": None, "logit_shift": True}
-    blueprint = Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), settings)
-    return StepEstimator(blueprint, Workload(sequence_length=32))
-
-
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
 PHI = PhiConfig(
     vocab_size=51_200,
@@ -44,6 +38,11 @@ PHI = PhiConfig(
     num_hidden_layers=32,
     num_attention_heads=32,
 )
+
+
+@pytest.fixture(scope="module")
+def tiny() -> StepEstimator:
+    return StepEstimator(Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=32))
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +162,8 @@ def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict)
     assert changed == dataclasses.replace(plain, **expected)
 
 
-def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
-    estimate = estimator().estimate(HardwareRecipe.read("a6000-48gb-a4500-20gb"))
+def test_the_smaller_of_an_unequal_pair_sets_the_plan(tiny: StepEstimator) -> None:
+    estimate = tiny.estimate(HardwareRecipe.read("a6000-48gb-a4500-20gb"))
     assert (estimate.limit, estimate.devices, estimate.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
 
 
@@ -189,26 +188,26 @@ def alone(name: str) -> list[HardwareConfig]:
     return [hardware.model_copy(update={"devices": [device]}) for device in hardware.devices]
 
 
-def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_is_this_computer(tiny: StepEstimator, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_memory_gb", lambda: 7.0)
     monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: 12.5)
-    estimate = estimator().estimate(HardwareRecipe.read("cpu"))
+    estimate = tiny.estimate(HardwareRecipe.read("cpu"))
     assert (estimate.limit, estimate.seconds) == (7 * MARGIN * 1e9, 12.5)
-    assert estimator().estimate(HardwareRecipe.read("cpu", max_memory_gb=0.1)).advice
+    assert tiny.estimate(HardwareRecipe.read("cpu", max_memory_gb=0.1)).advice
 
 
 @pytest.mark.parametrize(("seconds", "bound"), [(12.5, "arithmetic"), (0.001, "launches")])
 def test_a_step_on_the_cpu_is_bound_by_its_operations_if_they_take_half_of_it(
-    seconds: float, bound: str, monkeypatch: pytest.MonkeyPatch
+    seconds: float, bound: str, tiny: StepEstimator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: seconds)
-    estimate = estimator().estimate(HardwareRecipe.read("cpu"), batch=1)
+    estimate = tiny.estimate(HardwareRecipe.read("cpu"), batch=1)
     assert estimate.bound == estimate.describe("cpu")["bound by"] == bound
     assert estimate.launches > 100 and estimate.reads > 0
 
 
-def test_a_tiny_model_waits_for_launches_on_a_gpu_and_has_no_figures_for_generation_on_a_cpu() -> None:
-    tiny, gpu = estimator(), HardwareRecipe.read("h100-80gb")
+def test_a_tiny_model_waits_for_launches_on_a_gpu_and_has_no_figures_for_generation_on_a_cpu(tiny: StepEstimator) -> None:
+    gpu = HardwareRecipe.read("h100-80gb")
     assert tiny.estimate(gpu, batch=1).bound == "launches"
     assert {batch: time.bound for batch, time in tiny.generation(gpu).items()} == dict.fromkeys(hardware.GENERATION_BATCHES, "launches")
     assert tiny.generation(gpu)[1].describe().endswith(", launches")

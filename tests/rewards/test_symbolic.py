@@ -158,7 +158,7 @@ def test_a_busy_host_changes_no_verdict(monkeypatch):
     use(monkeypatch, worker)
     worker.start()
     os.kill(worker._process.pid, signal.SIGSTOP)
-    waking = threading.Timer(1.5, os.kill, (worker._process.pid, signal.SIGCONT))
+    waking = threading.Timer(0.8, os.kill, (worker._process.pid, signal.SIGCONT))
     waking.start()
     assert equivalent(r"\sqrt{4}+y", "y+2") == OK
     waking.join()

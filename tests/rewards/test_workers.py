@@ -254,10 +254,10 @@ def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
 @pytest.mark.parametrize("name", ["closes", "closes_and_sleeps", "garbage", "endless", "negative", "half", "no_pair"])
 def test_a_function_that_breaks_its_pipe_is_one_error_in_time(path, name, monkeypatch):
     """It may close all descriptors, as programs do that become daemons, or write into them."""
-    monkeypatch.setattr(workers, "PIPE_SECONDS", 1.0)
+    monkeypatch.setattr(workers, "PIPE_SECONDS", 0.3)
     worker = Worker(f"{path}:{name}")
     worker.start()
     with pytest.raises(WorkerCallError) as caught:  # the function itself would go on for minutes
-        worker.apply((), {}, 1.0)
+        worker.apply((), {}, 0.3)
     assert type(caught.value) in (WorkerDeathError, WorkerTimeoutError)
     worker.close()

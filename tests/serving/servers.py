@@ -16,6 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 import torch
+import uvicorn
 
 import unmask
 from unmask.config.layers import ADMIN_KEY
@@ -28,6 +29,19 @@ from unmask.serving.server import GracefulServer, make_server, open_port
 ADMIN = {"Authorization": "Bearer admin"}
 http_get, http_post = (partial(function, verify=False, timeout=120) for function in (httpx.get, httpx.post))
 """Without certificates, which take longer to read than most answers take."""
+
+
+class QuickClock:
+    """asyncio for uvicorn, which looks ten times a second whether it has to end, and then waits for a tenth of a second."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 20)
+
+
+uvicorn.server.asyncio = QuickClock()  # type: ignore[assignment]
 
 
 @contextmanager
@@ -69,7 +83,7 @@ def scheduler_of(server: GracefulServer) -> Scheduler:
 
 
 @contextmanager
-def listening(server: GracefulServer, listener: socket.socket) -> Iterator[None]:
+def listening(server: uvicorn.Server, listener: socket.socket) -> Iterator[None]:
     """Inside, the server accepts connections, in a thread."""
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

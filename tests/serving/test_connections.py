@@ -10,13 +10,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import httpx2 as httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tests.serving.servers import connect, read_all
+from tests.serving.servers import connect, listening, read_all
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
 from unmask.serving.limits import Limits
 from unmask.serving.middleware import BodyLimits
@@ -42,34 +43,27 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextmanager
-def listening(app: ASGIApp, limits: ConnectionLimits = LIMITS, buffer: int | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
+def serving(app: ASGIApp, limits: ConnectionLimits = LIMITS, buffer: int | None = None) -> Iterator[tuple[str, uvicorn.Server]]:
     """`buffer`: the bytes that the system holds of an answer until its client reads them; None: as many as it likes."""
-    config = uvicorn.Config(app, http=partial(LimitedConnection, limits=limits), lifespan="off", log_level="critical", timeout_keep_alive=1)
-    server = uvicorn.Server(config)
+    http: Any = partial(LimitedConnection, limits=limits)
+    server = uvicorn.Server(uvicorn.Config(app, http=http, lifespan="off", log_level="critical", timeout_keep_alive=1))
     with open_port("127.0.0.1", 0) as listener:
         if buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        try:
+        with listening(server, listener):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
-        finally:
-            server.should_exit = True
-            thread.join()
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", HEAD])
 def test_half_a_request_is_not_held(sent: bytes) -> None:
-    with listening(application) as (url, server), connect(url) as slow:
+    with serving(application) as (url, server), connect(url) as slow:
         slow.sendall(sent)
         assert read_all(slow) == b""
         assert not server.server_state.connections
 
 
 def test_bytes_now_and_then_do_not_make_a_head_last() -> None:
-    with listening(application) as (url, _), connect(url) as slow:
+    with serving(application) as (url, _), connect(url) as slow:
         started = time.monotonic()
         with pytest.raises(OSError):
             while True:
@@ -79,7 +73,7 @@ def test_bytes_now_and_then_do_not_make_a_head_last() -> None:
 
 
 def test_a_second_request_on_a_connection_has_the_same_time() -> None:
-    with listening(application) as (url, server), connect(url) as slow:
+    with serving(application) as (url, server), connect(url) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert slow.recv(65536).startswith(b"HTTP/1.1 200")
         slow.sendall(b"GET / HT")
@@ -88,20 +82,20 @@ def test_a_second_request_on_a_connection_has_the_same_time() -> None:
 
 
 def test_an_idle_connection_is_closed() -> None:
-    with listening(application) as (url, server), connect(url) as idle:
+    with serving(application) as (url, server), connect(url) as idle:
         idle.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         read_all(idle)
         assert not server.server_state.connections
 
 
 def test_who_does_not_read_its_answer_is_cut_off() -> None:
-    with listening(application) as (url, server), connect(url) as deaf:
+    with serving(application) as (url, server), connect(url) as deaf:
         deaf.sendall(b"GET /large HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert BEGUN.wait(60)
         while server.server_state.connections:
             time.sleep(0.01)
         assert len(read_all(deaf)) < LARGE
-    with listening(application, ConnectionLimits(write_seconds=60)) as (url, _):  # but who reads gets all of it
+    with serving(application, ConnectionLimits(write_seconds=60)) as (url, _):  # but who reads gets all of it
         assert len(httpx.get(f"{url}/large").content) == LARGE + 4
 
 
@@ -109,7 +103,7 @@ def test_who_does_not_read_its_answer_is_cut_off() -> None:
 @pytest.mark.parametrize("reads", [False, True])
 def test_who_reads_a_byte_now_and_then_is_cut_off(path: str, size: int, reads: bool) -> None:
     """Also where the connection has all of the answer, so that the application has ended."""
-    with listening(application, buffer=4096) as (url, server), socket.socket() as slow:
+    with serving(application, buffer=4096) as (url, server), socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
         slow.sendall(f"GET /{path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
@@ -124,7 +118,7 @@ def test_who_reads_a_byte_now_and_then_is_cut_off(path: str, size: int, reads: b
 
 def test_who_reads_fast_enough_gets_all_however_long_it_takes() -> None:
     limits = ConnectionLimits(write_seconds=0.5, write_bytes=2000)
-    with listening(application, limits, buffer=4096) as (url, _), connect(url) as slow:
+    with serving(application, limits, buffer=4096) as (url, _), connect(url) as slow:
         slow.sendall(b"GET /1000000 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         began, got = time.monotonic(), b""
         while part := slow.recv(10_000):
@@ -134,7 +128,7 @@ def test_who_reads_fast_enough_gets_all_however_long_it_takes() -> None:
 
 
 def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
-    with listening(application, ConnectionLimits(connections=4, head_seconds=30)) as (url, server):
+    with serving(application, ConnectionLimits(connections=4, head_seconds=30)) as (url, server):
         held = [connect(url) for _ in range(4)]
         while len(server.server_state.connections) < 4:
             time.sleep(0.01)
@@ -149,14 +143,14 @@ def test_more_connections_than_the_limit_are_told_to_come_back() -> None:
 
 def test_a_body_that_stops_is_answered_and_its_connection_closed() -> None:
     app = BodyLimits(application, Limits(body_seconds=0.2, body_bytes=1000))
-    with listening(app) as (url, _), connect(url) as slow:
+    with serving(app) as (url, _), connect(url) as slow:
         slow.sendall(HEAD + b"\r\na")
         assert read_all(slow).startswith(b"HTTP/1.1 408 ")
 
 
 def test_a_large_body_in_chunks_is_answered_before_its_end() -> None:
     app = BodyLimits(application, Limits(body_bytes=1000))
-    with listening(app) as (url, _), connect(url) as large:
+    with serving(app) as (url, _), connect(url) as large:
         large.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         for _ in range(3):
             large.sendall(b"1f4\r\n" + b"x" * 500 + b"\r\n")
@@ -175,6 +169,6 @@ def test_a_hundred_half_requests_keep_nobody_from_an_answer() -> None:
             await reader.read()
             writer.close()
 
-    with listening(application, ConnectionLimits(connections=200, head_seconds=0.5)) as (url, server):
+    with serving(application, ConnectionLimits(connections=200, head_seconds=0.5)) as (url, server):
         asyncio.run(attack(url))
         assert not server.server_state.connections

@@ -136,7 +136,7 @@ class Blueprint:
     def network(self, work: Workload) -> Network:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
-        one_row, two_rows = (saved_bytes(self.config, self.settings_for(work.attention), work, batch) for batch in (1, 2))
+        one_row, two_rows = saved_bytes(self.config, self.settings_for(work.attention), work)
         model, text = lm.model, self.config.get_text_config()
         heads = text.num_attention_heads
         head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -159,13 +159,11 @@ class Blueprint:
     def pass_costs(self, work: Workload) -> PassCosts:
         """Launches and traffic, counted with few layers and one or two rows: the differences are those of a layer and of a row."""
         pattern, layers = self.settings_for(work.attention), self.config.get_text_config().num_hidden_layers
-        depths = {depth: with_layers(self.config, depth) for depth in (SHALLOW, DEEPER)}
-        counts = {(depth, rows): count_passes(config, pattern, work, rows) for depth, config in depths.items() for rows in (1, 2)}
+        shallow, deeper = (count_passes(with_layers(self.config, depth), pattern, work) for depth in (SHALLOW, DEEPER))
         more = (layers - SHALLOW) / (DEEPER - SHALLOW)
 
         def of_all_layers(direction: int, rows: int) -> list[float]:
-            low, high = counts[SHALLOW, rows][direction], counts[DEEPER, rows][direction]
-            return [few + more * (many - few) for few, many in zip(low, high, strict=True)]
+            return [few + more * (many - few) for few, many in zip(shallow[rows][direction], deeper[rows][direction], strict=True)]
 
         def cost(direction: int) -> PassCost:
             (launches, one_row), (_, two_rows) = of_all_layers(direction, 1), of_all_layers(direction, 2)
@@ -250,8 +248,14 @@ def with_layers(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     return config
 
 
-def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, batch: int) -> int:
-    """Bytes that a forward pass of `batch` rows up to the output head saves for the backward pass, without parameters."""
+def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload) -> list[int]:
+    """Bytes that a forward pass up to the output head saves for the backward pass, without parameters: of one row, and of two."""
+    with FakeTensorMode():
+        model = fake_model(config, work)
+        return [_saved_bytes(model, pattern, work, rows) for rows in (1, 2)]
+
+
+def _saved_bytes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,11 +263,9 @@ def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Work
         kept[storage._cdata] = storage
         return tensor
 
-    with FakeTensorMode():
-        model = fake_model(config, work)
-        hidden_states(model, pattern, work, batch, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
-        for weight in model.parameters():
-            kept.pop(weight.untyped_storage()._cdata, None)
+    hidden_states(model, pattern, work, rows, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+    for weight in model.parameters():
+        kept.pop(weight.untyped_storage()._cdata, None)
     return sum(storage.nbytes() for storage in kept.values())
 
 
@@ -286,15 +288,20 @@ def hidden_states(model: Any, pattern: Mapping[str, Any], work: Workload, batch:
         return model.base_model(input_ids=ids_BT, position_ids=position_BT, use_cache=False, unmask_mask=mask)[0]
 
 
-def count_passes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> list[tuple[int, int]]:
-    """Launches and traffic of a forward pass, and of its backward pass."""
+def count_passes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload) -> dict[int, list[tuple[int, int]]]:
+    """Launches and traffic of a forward pass and of its backward pass, by their number of rows: one and two."""
     with FakeTensorMode():
         model = fake_model(config, work)
         if work.lora_rank:
             model.requires_grad_(False)
             model.get_input_embeddings().requires_grad_(True)  # gradients flow through all layers, to the adapters
-        out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
-        gradient_BTD = torch.ones_like(out_BTD)
-        with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):  # the checks of `--debug` read values
-            out_BTD.backward(gradient_BTD)
+        return {rows: _count_passes(model, pattern, work, rows) for rows in (1, 2)}
+
+
+def _count_passes(model: Any, pattern: Mapping[str, Any], work: Workload, rows: int) -> list[tuple[int, int]]:
+    out_BTD = hidden_states(model, pattern, work, rows, ahead := LaunchCounter())
+    gradient_BTD = torch.ones_like(out_BTD)
+    with LaunchCounter() as back, torch.autograd.set_detect_anomaly(False):  # the checks of `--debug` read values
+        out_BTD.backward(gradient_BTD)
+    model.zero_grad()  # else gradients would be added
     return [(ahead.launches, ahead.traffic), (back.launches, back.traffic)]

@@ -18,7 +18,7 @@ from unmask.planning.blueprint import Blueprint
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
 from unmask.planning.estimates import StepEstimate, estimate_step
-from unmask.planning.launches import PassCost, PassCosts
+from unmask.planning.launches import PassCosts
 from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, StepTime, pass_time
 
 CPU = "cpu"
@@ -139,14 +139,9 @@ class StepEstimator:
         one = DenoisingPass(context=context, attention=attention, block=self.blueprint.settings_for(attention)["block_size"])
         passes = {batch: dataclasses.replace(one, batch=batch) for batch in GENERATION_BATCHES}
         device = recipe.hardware.devices[0]
-        network = self.network(recipe.workload(self.work).precision)
-        times = {batch: pass_time(network, self.inference_cost, work, device) for batch, work in passes.items()}
+        network, cost = self.network(recipe.workload(self.work).precision), self.costs("bfloat16").forward
+        times = {batch: pass_time(network, cost, work, device) for batch, work in passes.items()}
         return {batch: time for batch, time in times.items() if time is not None}
-
-    @functools.cached_property
-    def inference_cost(self) -> PassCost:
-        """Launches and traffic of a forward pass with bfloat16 weights, without adapters."""
-        return self.blueprint.pass_costs(dataclasses.replace(self.work, precision="bfloat16", lora_rank=None)).forward
 
     def device_to_measure(self, recipe: HardwareRecipe) -> str:
         """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantised."""

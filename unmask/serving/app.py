@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NotRequired
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -75,6 +75,25 @@ class Health(TypedDict):
     failing: NotRequired[list[str]]
 
 
+router = APIRouter()
+
+
+@router.get(HEALTH, response_model=Health, responses={**documented(), 503: {"model": Health, "description": "No model works"}})
+async def health(request: Request) -> Response:
+    """Whether the engines work."""
+    scheduler: Scheduler = request.app.state.scheduler
+    if not (failing := scheduler.failing):
+        return JSONResponse({"status": "ok"})
+    works = len(failing) < len(scheduler.models)
+    return JSONResponse({"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503)
+
+
+@router.get(METRICS, response_class=PlainTextResponse, responses=documented())
+async def metrics(request: Request) -> Response:
+    """What the server measures, for Prometheus."""
+    return Response(request.app.state.scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
 def is_origin(text: str) -> bool:
     """Whether a text is an origin as browsers send it: a scheme, a name and perhaps a port, in lower case."""
     return re.fullmatch(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?", text) is not None
@@ -90,9 +109,9 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
         await scheduler.stop(grace=0)
 
     app = FastAPI(title="Unmask", lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_state(app, scheduler)
-    services = {name: ModelService(scheduler, name) for name in scheduler.models}
-    app.include_router(routes.make_router(services, settings.limits))
+    app.state.scheduler = scheduler
+    app.router.routes.extend(router.routes)
+    routes.add_routes(app, {name: ModelService(scheduler, name) for name in scheduler.models}, settings.limits)
     add_weights(app, settings, partial(weights.replace_weights, scheduler))
     return finished(app, settings, scheduler.metrics)
 
@@ -100,7 +119,7 @@ def make_app(scheduler: Scheduler, settings: AppSettings) -> ASGIApp:
 def add_weights(app: FastAPI, settings: AppSettings, replace: weights.Replace) -> None:
     """Add the route for new weights, where it is allowed."""
     if settings.admin_key and settings.weights_from:
-        app.include_router(weights.make_router(replace, settings.weights_from, settings.admin_key))
+        weights.add_route(app, replace, settings.weights_from, settings.admin_key)
 
 
 def finished(app: FastAPI, settings: AppSettings, metrics: RequestMetrics) -> ASGIApp:
@@ -120,23 +139,6 @@ def _guarded(app: ASGIApp, settings: AppSettings, metrics: RequestMetrics) -> AS
         app = CORSMiddleware(app, settings.allow_origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     app = SameOrigin(app, settings.allow_origins, loopback=settings.loopback and not settings.api_keys)
     return CountRequests(SecurityHeaders(app), metrics)
-
-
-def _add_state(app: FastAPI, scheduler: Scheduler) -> None:
-    none_works = {"model": Health, "description": "No model works"}
-
-    @app.get(HEALTH, response_model=Health, responses={**documented(), 503: none_works})
-    async def health() -> Response:
-        """Whether the engines work."""
-        if not (failing := scheduler.failing):
-            return JSONResponse({"status": "ok"})
-        works = len(failing) < len(scheduler.models)
-        return JSONResponse({"status": "degraded" if works else "failing", "failing": failing}, 200 if works else 503)
-
-    @app.get(METRICS, response_class=PlainTextResponse, responses=documented())
-    async def metrics() -> Response:
-        """What the server measures, for Prometheus."""
-        return Response(scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _failed(_: Request, __: Exception) -> Response:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NotRequired, Protocol
+from typing import Annotated, NotRequired, Protocol
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from typing_extensions import TypedDict
@@ -116,24 +116,42 @@ class Replace(Protocol):
     async def __call__(self, model: str, folder: Folder, version: str) -> Served: ...
 
 
-def make_router(replace: Replace, folders: Sequence[Path], admin_key: str) -> APIRouter:
-    """The route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
+router = APIRouter(route_class=OpenAIRoute)
 
-    async def check_key(request: Request) -> None:
-        if not keys_match(given_key(request.headers.get("authorization", "")), admin_key):
-            raise AdminKeyError("the admin key is wrong or missing", where="authorization")
 
-    router, roots = APIRouter(route_class=OpenAIRoute), tuple(folder.resolve() for folder in folders)
+@dataclass(frozen=True)
+class Replacing:
+    """How an application replaces weights.
 
-    answers = documented(400, 404, 429, 503)
+    Attributes:
+        roots: folders within which new weights may lie, without links.
+        admin_key: what callers must send.
+    """
 
-    @router.post(PATH, dependencies=[Depends(check_key)], responses=answers, response_model_exclude_unset=True)
-    async def new_weights(body: NewWeights) -> Served:
-        """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
-        folder = await asyncio.to_thread(Folder.find, body.path, roots)
-        return await replace(body.model, folder, body.version)
+    replace: Replace
+    roots: tuple[Path, ...]
+    admin_key: str
 
-    return router
+
+def add_route(app: FastAPI, replace: Replace, folders: Sequence[Path], admin_key: str) -> None:
+    """Add the route for new weights. `folders`: those within which they may lie; `admin_key`: what its callers must send."""
+    app.state.replacing = Replacing(replace, tuple(folder.resolve() for folder in folders), admin_key)
+    app.router.routes.extend(router.routes)
+
+
+def _replacing(request: Request) -> Replacing:
+    """What the application of a request does. Raises AdminKeyError if its key is another."""
+    replacing: Replacing = request.app.state.replacing
+    if not keys_match(given_key(request.headers.get("authorization", "")), replacing.admin_key):
+        raise AdminKeyError("the admin key is wrong or missing", where="authorization")
+    return replacing
+
+
+@router.post(PATH, responses=documented(400, 404, 429, 503), response_model_exclude_unset=True)
+async def new_weights(body: NewWeights, replacing: Annotated[Replacing, Depends(_replacing)]) -> Served:
+    """Serve other weights of the same model, once what runs of it has finished. A refusal changes nothing."""
+    folder = await asyncio.to_thread(Folder.find, body.path, replacing.roots)
+    return await replacing.replace(body.model, folder, body.version)
 
 
 async def replace_weights(scheduler: Scheduler, name: str, folder: Folder, version: str) -> Served:

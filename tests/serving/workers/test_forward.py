@@ -200,6 +200,7 @@ def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.
         none_left = complete(local.url)
         assert (none_left.status_code, none_left.headers["retry-after"]) == (503, "5")
         assert none_left.json()["error"]["message"] == "no worker is ready. Try again in 5 seconds."
+        stalled.release(1000)
 
 
 def test_of_a_stream_whole_events_are_passed_on_at_once_and_no_half_one() -> None:

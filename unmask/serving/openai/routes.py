@@ -6,10 +6,11 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
 from unmask.generation.remote.protocol import model_facts
@@ -34,58 +35,88 @@ CLIENT_GONE = 499
 Asked = TypeVar("Asked", bound=SamplingRequest)
 Answering = Callable[[Context, Asked], Coroutine[Any, Any, Reply]]
 
-
-def make_router(services: Mapping[str, ModelService], limits: Limits) -> APIRouter:
-    """The routes of models, by their names. The owner of a request, who takes turns with others, is `request.state.owner` where a
-    middleware sets it, else the client's address."""
-    router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
-    _add_models(router, services, limits)
-    _add_chat(router, services, limits)
-    _add_texts(router, services, limits)
-    return router
+router = APIRouter(prefix="/v1", route_class=OpenAIRoute)
 
 
-def _add_models(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
-    created, facts = int(time.time()), {name: model_facts(service.lm) for name, service in services.items()}  # which hash the vocabulary
+@dataclass(frozen=True)
+class Models:
+    """The models of an application. The owner of a request, who takes turns with others, is `request.state.owner` where a middleware sets
+    it, else the client's address.
 
-    @router.get("/models", responses=documented())
-    async def list_models() -> ModelList:
-        """The models of this server."""
-        return {"object": "list", "data": [model_card(service, limits, created, facts[name]) for name, service in services.items()]}
+    Attributes:
+        services: of models, by their names.
+        facts: of each model, for clients that must share it.
+        created: when they were loaded, in seconds since 1970.
+    """
 
-    @router.get("/models/{model:path}", responses=documented(404))
-    async def retrieve_model(model: str) -> ModelCard:
-        """A model."""
-        return model_card(find_model(services, model), limits, created, facts[model])
-
-
-def _add_chat(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
-    @router.post("/chat/completions", responses=_answers(ChatCompletion), response_model=None)
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answer messages, by text or calls of tools."""
-        return await _answer(services, limits, body, request, _chat)
-
-    @router.post("/edit/completions", responses=_answers(EditCompletion), response_model=None)
-    async def edit_completions(body: EditRequest, request: Request) -> Response:
-        """Write a region of a file again."""
-        return await _answer(services, limits, body, request, _edit)
+    services: Mapping[str, ModelService]
+    limits: Limits
+    facts: Mapping[str, dict[str, Any]]
+    created: int
 
 
-def _add_texts(router: APIRouter, services: Mapping[str, ModelService], limits: Limits) -> None:
-    @router.post("/completions", responses=_answers(TextCompletion), response_model=None)
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Complete prompts, or with a suffix write what stands between."""
-        return await _answer(services, limits, body, request, _completion)
+def add_routes(app: FastAPI, services: Mapping[str, ModelService], limits: Limits) -> None:
+    """Add the routes of models, by their names."""
+    facts = {name: model_facts(service.lm) for name, service in services.items()}  # which hash the vocabulary
+    app.state.models = Models(services, limits, facts, int(time.time()))
+    app.router.routes.extend(router.routes)  # `include_router` makes each of them again
 
-    @router.post("/fim/completions", responses=_answers(FimCompletion), response_model=None)
-    async def fim_completions(body: FimRequest, request: Request) -> Response:
-        """Write what stands between a prompt and a suffix."""
-        return await _answer(services, limits, body, request, _fim)
 
-    @router.post("/infill", responses=_answers(Infill), response_model=None)
-    async def infill(body: InfillRequest, request: Request) -> Response:
-        """Fill the gaps of a text."""
-        return await _answer(services, limits, body, request, _infill)
+def _models(request: Request) -> Models:
+    """Those of the application that has the request."""
+    models: Models = request.app.state.models
+    return models
+
+
+def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
+    """The answers of a route, for its schema."""
+    stream = {"text/event-stream": {"schema": {"description": "With `stream`: chunks, then [DONE]"}}}
+    return {200: {"model": answer, "content": stream}, **documented(400, 404, 409, 429, 503, 504)}
+
+
+@router.get("/models", responses=documented())
+async def list_models(request: Request) -> ModelList:
+    """The models of this server."""
+    models = _models(request)
+    cards = [model_card(service, models.limits, models.created, models.facts[name]) for name, service in models.services.items()]
+    return {"object": "list", "data": cards}
+
+
+@router.get("/models/{model:path}", responses=documented(404))
+async def retrieve_model(model: str, request: Request) -> ModelCard:
+    """A model."""
+    models = _models(request)
+    return model_card(find_model(models.services, model), models.limits, models.created, models.facts[model])
+
+
+@router.post("/chat/completions", responses=_answers(ChatCompletion), response_model=None)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer messages, by text or calls of tools."""
+    return await _answer(body, request, _chat)
+
+
+@router.post("/edit/completions", responses=_answers(EditCompletion), response_model=None)
+async def edit_completions(body: EditRequest, request: Request) -> Response:
+    """Write a region of a file again."""
+    return await _answer(body, request, _edit)
+
+
+@router.post("/completions", responses=_answers(TextCompletion), response_model=None)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Complete prompts, or with a suffix write what stands between."""
+    return await _answer(body, request, _completion)
+
+
+@router.post("/fim/completions", responses=_answers(FimCompletion), response_model=None)
+async def fim_completions(body: FimRequest, request: Request) -> Response:
+    """Write what stands between a prompt and a suffix."""
+    return await _answer(body, request, _fim)
+
+
+@router.post("/infill", responses=_answers(Infill), response_model=None)
+async def infill(body: InfillRequest, request: Request) -> Response:
+    """Fill the gaps of a text."""
+    return await _answer(body, request, _infill)
 
 
 async def _chat(context: Context, body: ChatRequest) -> Reply:
@@ -111,14 +142,13 @@ async def _infill(context: Context, body: InfillRequest) -> Reply:
     return Reply(context.service, body, await plan_infill(context, body), INFILL, InfillWriter)
 
 
-async def _answer(
-    services: Mapping[str, ModelService], limits: Limits, body: Asked, request: Request, make_reply: Answering[Asked]
-) -> Response:
+async def _answer(body: Asked, request: Request, make_reply: Answering[Asked]) -> Response:
     """The answer to a request, whole or as a stream; the work ends if the client disconnects."""
-    service = find_model(services, body.model)
+    models = _models(request)
+    service = find_model(models.services, body.model)
     service.check_version(body.diffusion.version)
     owner = getattr(request.state, "owner", None) or (request.client.host if request.client else "")
-    context = Context(service, limits, owner)
+    context = Context(service, models.limits, owner)
     try:
         if body.stream:
             return await while_connected(request.receive, _stream(context, body, make_reply))
@@ -158,9 +188,3 @@ async def _stream(context: Context, body: Asked, make_reply: Answering[Asked]) -
                 await events.ready()
         closing.pop_all()
     return EventStream(reply.chunks(events))
-
-
-def _answers(answer: Any) -> dict[int | str, dict[str, Any]]:
-    """The answers of a route, for its schema."""
-    stream = {"text/event-stream": {"schema": {"description": "With `stream`: chunks, then [DONE]"}}}
-    return {200: {"model": answer, "content": stream}, **documented(400, 404, 409, 429, 503, 504)}
