@@ -57,8 +57,8 @@ class DiffusionLM:
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
         mask_token_id: the input id at hidden positions.
-        expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown length, of up to max_gap tokens
-            (`length_tokens.py`); else None. The two and the mask token are `never_predicted`: their logits are -inf.
+        expand_token_id, delete_token_id, max_gap: of a model that fills gaps of unknown length, of up to max_gap tokens; else None. The
+            two and the mask token are `never_predicted`: their logits are -inf.
         eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS is first; it fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
@@ -340,11 +340,6 @@ class DiffusionLM:
         """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
         return self._head.capturing()
 
-    @property
-    def is_capturing(self) -> bool:
-        """Whether hidden states are being collected."""
-        return self._head.captured is not None
-
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
         """Inside, every pass calls the same modules, for processes that synchronise at each module."""
@@ -378,9 +373,8 @@ class DiffusionLM:
         ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` restores the model bit for bit.
-
-        Merge adapters first, as the trainers do: otherwise only these are written."""
+        """Write config, tokenizer, weights (safetensors) and a model card; `unmask.load` restores the model bit for bit. Merge adapters
+        first, as the trainers do: otherwise only these are written."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)

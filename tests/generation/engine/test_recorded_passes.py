@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from tests.generation.test_sampler import assert_same
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
 from unmask.config.run import SamplerConfig
+from unmask.errors import GenerationError
 from unmask.generation import sampler
 from unmask.generation.engine import recorded_passes
+from unmask.generation.engine.recorded_passes import num_rows, passes_of
 
 
 class Again:
@@ -63,3 +67,28 @@ def test_few_passes_are_recorded_and_used_again(attention, block_size):
         assert sampler.generate(lm, [[4, 5, 6]] * 2, config).tokens == first.tokens
         assert seen == 0 or len(made) == count
         count = len(made)
+
+
+def test_graphs_of_weights_that_moved_are_forgotten():
+    lm = recorded(tiny("gpt2", "bidirectional"))
+    lm.model = copy.deepcopy(lm.model)
+    config = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
+    sampler.generate(lm, [[4, 5, 6]], config)
+    first = passes_of(lm)
+    sampler.generate(lm, [[4, 5, 6]], config)
+    assert passes_of(lm) is first and len(first) > 0
+    weight = next(lm.model.parameters())
+    weight.data = weight.data.clone()
+    sampler.generate(lm, [[4, 5, 6]], config)
+    assert passes_of(lm) is not first
+
+
+def test_at_most_a_quarter_more_rows_are_computed():
+    for count in range(1, 300):
+        assert count <= num_rows(count) <= (count if count <= 8 else 1.25 * count)
+
+
+def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(GenerationError, match=r"cuda_graphs: the model is on cpu\. Move it to a GPU"):
+        sampler.generate(recorded(tiny("gpt2", "bidirectional")), [[4, 5]], SamplerConfig(max_new_tokens=4))

@@ -71,15 +71,14 @@ class Engine:
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
-        GenerationError: batch_size is below 1, or a model with cuda_graphs is not on a GPU.
+        GenerationError: batch_size is below 1, or cuda_graphs without a GPU.
     """
 
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None, verifier: Verifier | None = None):
         self.lm, self.batch_size, self.max_batch_tokens, self.verifier = lm, batch_size, max_batch_tokens, verifier
         if batch_size < 1:
             raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
-        for each in (lm, verifier) if isinstance(verifier, DiffusionLM) else (lm,):
-            check_graphs(each)
+        check_graphs(lm, verifier)
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:

@@ -56,23 +56,25 @@ def num_rows(count: int) -> int:
     return -count // step * -step
 
 
-def check_graphs(lm: DiffusionLM) -> None:
-    """Forget the graphs of a model whose weights are elsewhere now, or whose adapters are other ones.
+def check_graphs(*models: object) -> None:
+    """Forget the graphs of models whose weights are elsewhere now, or whose adapters are other ones.
 
-    Raises GenerationError where the model is not on a GPU.
+    Raises GenerationError where such a model is not on a GPU.
     """
-    if not lm.cuda_graphs:
-        return
-    if not Graph.supports(lm.device):
-        raise GenerationError(f"the model is on {lm.device.type}", where="cuda_graphs", remedy="Move it to a GPU, or leave cuda_graphs out")
-    weights = tuple(weight.data_ptr() for weight in lm.model.parameters())
-    adapters = [
-        (module.disable_adapters, str(module.active_adapters), str(module.merged_adapters))
-        for module in lm.model.modules()
-        if hasattr(module, "merged_adapters")
-    ]
-    if (known := _of_model.get(lm.model)) is None or known.made_for != (weights, adapters):
-        _of_model[lm.model] = RecordedPasses((weights, adapters))
+    for lm in models:
+        if not isinstance(lm, DiffusionLM) or not lm.cuda_graphs:
+            continue
+        if not Graph.supports(lm.device):
+            remedy = "Move it to a GPU, or leave cuda_graphs out"
+            raise GenerationError(f"the model is on {lm.device.type}", where="cuda_graphs", remedy=remedy)
+        weights = [weight.data_ptr() for weight in lm.model.parameters()]
+        adapters = [
+            (module.disable_adapters, str(module.active_adapters), str(module.merged_adapters))
+            for module in lm.model.modules()
+            if hasattr(module, "merged_adapters")
+        ]
+        if (known := _of_model.get(lm.model)) is None or known.made_for != (weights, adapters):
+            _of_model[lm.model] = RecordedPasses((weights, adapters))
 
 
 def passes_of(lm: DiffusionLM) -> RecordedPasses:
@@ -84,7 +86,7 @@ def forward(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None = No
     """`lm.forward` [N, V], as a CUDA graph where that is asked for and possible."""
     plain = inputs.mask.full or inputs.ids_BT.shape[1] < LEAST_QUERIES  # FlexAttention is compiled by itself
     consecutive = cache is None or (isinstance(cache.index, slice) and bool(cache.stored))
-    if not (lm.cuda_graphs and plain and consecutive) or lm.is_capturing or lm.compile_options is not None:
+    if not (lm.cuda_graphs and plain and consecutive) or lm.quality_head is not None or lm.compile_options is not None:
         return lm.forward(inputs, cache)
     return passes_of(lm).run(lm, inputs, cache)
 
