@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -370,6 +371,13 @@ def test_bfloat16_trains_with_weights_in_float32(tmp_path):
 
 def test_data_workers_give_the_same_run(tmp_path):
     assert equal(trained("sft", tmp_path, dataloader_num_workers=1), trained("sft", tmp_path))
+
+
+def test_data_workers_end_with_the_training(tmp_path):
+    before = multiprocessing.active_children()
+    trainer = make("sft", tmp_path, dataloader_num_workers=1, dataloader_persistent_workers=True)
+    trainer.train()
+    assert multiprocessing.active_children() == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Work that differs between processes: forward passes of sharded weights, row numbers, and errors of a single process."""
+"""Work that differs between processes: forward passes of sharded weights, row numbers, errors of a single process, and loading rows."""
 
 from __future__ import annotations
 
@@ -112,3 +112,11 @@ def _entered_together(lock: AbstractContextManager[None], where: str) -> Iterato
         with failing_together(where):
             stack.enter_context(lock)
         yield
+
+
+@contextmanager
+def ending_workers(trainer: Any) -> Iterator[None]:
+    """End the workers that load training rows with the training. Persistent ones live as long as their loader, which nothing then holds."""
+    yield
+    trainer.callback_handler.train_dataloader = None
+    trainer.accelerator._dataloaders.clear()

@@ -28,7 +28,7 @@ from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import history, write_card
 from unmask.training.checkpoints import refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
-from unmask.training.distributed import alone_in, lockstep, rows_before, without_repeats
+from unmask.training.distributed import alone_in, ending_workers, lockstep, rows_before, without_repeats
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
@@ -170,7 +170,7 @@ class DiffusionTrainer(Trainer):
         self._throughput = Throughput()
         with naming_write_errors(self.args.output_folder, FULL_DISK):
             checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
-            with alone_in(self.args.output_folder):
+            with alone_in(self.args.output_folder), ending_workers(self):
                 if not resume_from_checkpoint:
                     refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
                 elif self.is_world_process_zero():
