@@ -15,6 +15,6 @@ from unmask.sandbox.pool import Pool
 def pool() -> Iterator[Pool]:
     """Sandboxes with short time limits."""
     require_sandbox()
-    pool = Pool(limits=Limits(seconds=1.5, wall_seconds=9.0))
+    pool = Pool(limits=Limits(seconds=3.0, wall_seconds=9.0))
     yield pool
     pool.close()
