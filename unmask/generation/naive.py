@@ -282,7 +282,7 @@ def _decide(
     step: int,
     config: SamplerConfig,
 ) -> dict[int, Decision]:
-    """The decision at every hidden position of the block, given the request's constraint."""
+    """The decision at every hidden position of the block, given the request's constraint if there is one."""
     positions = [position for position in range(*block) if hidden[position]]
     position_N = torch.tensor(positions, device=lm.device)
     present_NV = torch.zeros_like(logits_TV[position_N], dtype=torch.bool)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.test_sampler import assert_same
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
+from tests.helpers import examples
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
 from unmask.generation.engine import recorded_passes
+from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
 from unmask.generation.engine.recorded_passes import num_rows, passes_of
 
 
@@ -21,7 +25,7 @@ class Again:
     """In place of a graph: the call itself, which reads the same memory."""
 
     def __init__(self, call, pool):
-        self.replay, self.calls = call, 0
+        self.replay = call
         call()
         made.append(self)
 
@@ -39,14 +43,14 @@ def called_again(monkeypatch):
 
 
 def recorded(lm):
-    copy = lm.bind(lm.model)
-    copy.cuda_graphs = True
-    return copy
+    same = lm.bind(lm.model)
+    same.cuda_graphs = True
+    return same
 
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=8)
+@examples(8)
 @given(data=st.data())
 def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, data):
     lm = tiny("phi", attention, block_size, logit_shift)
@@ -92,3 +96,36 @@ def test_a_model_that_is_not_on_a_gpu_is_refused(monkeypatch):
     monkeypatch.undo()
     with pytest.raises(GenerationError, match=r"cuda_graphs: the model is on cpu\. Move it to a GPU"):
         sampler.generate(recorded(tiny("gpt2", "bidirectional")), [[4, 5]], SamplerConfig(max_new_tokens=4))
+
+
+def test_a_pass_that_cannot_be_recorded_is_one_clear_error(monkeypatch):
+    class Refused(Again):
+        def __init__(self, call, pool):
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(recorded_passes, "Graph", Refused)
+    expected = (
+        "cuda_graphs: a pass of this model cannot be recorded: operation not permitted when stream is capturing. Leave cuda_graphs out"
+    )
+    lm = recorded(tiny("phi", "block_causal", 4))
+    lm.model = copy.deepcopy(lm.model)
+    with pytest.raises(GenerationError, match=re.escape(expected)):
+        sampler.generate(lm, [[4, 5]], SamplerConfig(max_new_tokens=12, stop_at_eos=False))
+
+
+def test_the_next_cache_has_all_that_graphs_read_of_the_one_before():
+    memory = CacheMemory()
+    first = SlotCache(memory)
+    first.reserve(2, 8)
+    at = torch.zeros(1, 1, 3, dtype=torch.long)
+    first.begin_pass([0], at, at, 8).update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+    memory.keep(first)
+    tables, heads = first.stored, first.heads
+    second = SlotCache(memory)
+    second.reserve(2, 8)
+    assert second.stored == []  # the first one is in use
+    del first
+    third = SlotCache(memory)
+    third.reserve(1, 6)
+    assert third.stored is tables and third.heads is heads and third.shape == (2, 8)
+    assert not third.stored[0][0].any()

@@ -103,15 +103,16 @@ class CacheMemory:
         self._owner: Callable[[], SlotCache | None] = lambda: None
         self._stored: list[tuple[Tensor, Tensor]] = []
         self._shape = (0, 0)
+        self._heads: dict[int, Tensor] = {}  # made while a graph is recorded, they would be in memory that other graphs write to
 
     def keep(self, cache: SlotCache) -> None:
         """Remember the tables of this cache."""
-        self._owner, self._stored, self._shape = weakref.ref(cache), cache.stored, cache.shape
+        self._owner, self._stored, self._shape, self._heads = weakref.ref(cache), cache.stored, cache.shape, cache.heads
 
     def serves(self, cache: SlotCache, slots: int, columns: int) -> bool:
         """Whether the cache has so many slots and columns, perhaps now: without tables, it gets those of a cache that is gone."""
         if not cache.stored and self._owner() is None and self._stored:
-            cache.stored, cache.shape = self._stored, self._shape
+            cache.stored, cache.shape, cache.heads = self._stored, self._shape, self._heads
             cache.clear(range(cache.shape[0]))
             self.keep(cache)
         return bool(cache.stored) and slots <= cache.shape[0] and columns <= cache.shape[1]

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from unmask.errors import GenerationError
+from unmask.errors import GenerationError, first_line
 from unmask.generation.engine.kv_cache import CacheMemory, SlotCache
 from unmask.models.attention import AttentionMask
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
@@ -121,11 +121,13 @@ class RecordedPasses:
         recorded = recorded or RecordedPass(inputs, cache)
         recorded.fill(inputs, cache)
         self._cache = cache
-        if fresh:
-            self._record(lm, recorded)
-            self._passes[key] = recorded
-        recorded.graph.replay()
-        self._cache = None
+        try:
+            if fresh:
+                self._record(lm, recorded)
+                self._passes[key] = recorded
+            recorded.graph.replay()
+        finally:
+            self._cache = None
         return recorded.logits_NV[: len(inputs.index_N)].clone()
 
     def _record(self, lm: DiffusionLM, recorded: RecordedPass) -> None:
@@ -140,7 +142,11 @@ class RecordedPasses:
             with recorded.writing(self._cache):
                 recorded.logits_NV.copy_(lm.forward(recorded.inputs(), self._cache))
 
-        recorded.graph = Graph(call, self._pool)
+        try:
+            recorded.graph = Graph(call, self._pool)
+        except RuntimeError as error:
+            what = f"a pass of this model cannot be recorded: {first_line(error)}"
+            raise GenerationError(what.rstrip("."), where="cuda_graphs", remedy="Leave cuda_graphs out") from error
 
 
 class RecordedPass:
