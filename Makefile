@@ -29,7 +29,7 @@ playground:  ## check, test and build the page that the server shows (needs Node
 
 # Byte code is kept, whatever the environment says: else every process compiles the package and the tests again.
 test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
 # Of properties (the tests marked `hypothesis`) the fast tests try fewer examples.
 test-slow: $(INSTALLED)  ## the slow tests, and more examples of every property

@@ -18,7 +18,12 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-pytest_plugins = ["tests.fixtures"]
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The process that only hands out tests (`-n`) need not import what they do, before which no worker would start."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.import_plugin("tests.fixtures")
+
 
 hypothesis.settings.register_profile("thorough", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("thorough"), max_examples=20)
@@ -30,12 +35,18 @@ typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collection makes a million objects, all of them to keep: looking for garbage takes a quarter of its time."""
+    """Collection makes a million objects, all of them to keep: looking for garbage takes a quarter of its time, and later some more."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file of one long test comes first: nothing would run beside it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_other_device.py")
 
 
 @pytest.fixture(autouse=True)

@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import hypothesis
 import psutil
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from unmask.data.problems import read_problems
 from unmask.models.attention import Layout
@@ -55,6 +56,13 @@ def examples(thorough: int) -> hypothesis.settings:
     """Of a property that takes long: the number of examples with the profile `thorough`; with `fast`, fewer."""
     settings = hypothesis.settings
     return settings(max_examples=math.ceil(thorough * settings.default.max_examples / settings.get_profile("thorough").max_examples))
+
+
+def partly_slow(names: str, values: Iterable[Any], *fast: int, **options: Any) -> pytest.MarkDecorator:
+    """Parameters of which only those at some indices are fast: they cover the code of the others, which `make test-slow` runs too."""
+    given = [value if isinstance(value, ParameterSet) else pytest.param(*(value if "," in names else (value,))) for value in values]
+    slow = [pytest.param(*each.values, marks=[*each.marks, pytest.mark.slow], id=each.id) for each in given]
+    return pytest.mark.parametrize(names, [each if index in fast else slow[index] for index, each in enumerate(given)], **options)
 
 
 def cost(function: Callable[..., Any], *arguments: Any) -> float:

@@ -13,6 +13,7 @@ from tokenizers import decoders
 
 from tests.generation.constraints.test_vocabulary import BYTE_LEVEL, SENTENCEPIECE, Named
 from tests.generation.tiny_models import PATTERNS, configs, prompt_lists, tiny
+from tests.helpers import partly_slow
 from tests.test_console import Terminal
 from unmask.commands.denoising_display import HIDDEN, MAX_COLUMNS, Canvas, denoise, display, generate_visibly, statistics, terminal
 from unmask.config.run import SamplerConfig
@@ -71,7 +72,7 @@ def test_drafts_are_coloured_by_probability_and_final_text_is_plain():
     assert watched.plain("_") == "a__de_"
 
 
-@pytest.mark.parametrize("attention, block_size", PATTERNS)
+@partly_slow("attention, block_size", PATTERNS, 2, 4)
 @given(st.data())
 def test_the_last_canvas_shows_the_text(attention, block_size, data):
     lm = tiny("phi", attention, block_size)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import QUICK, make, tiny, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
@@ -88,14 +89,15 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
 """Rows of which a pair fills twice `max_length`, but for a few tokens."""
 
 
-@pytest.mark.parametrize(
-    ("attention", "more"),
+@partly_slow(
+    "attention, more",
     [
         ("bidirectional", {"samples": 4}),
         ("bidirectional", {"samples": 1, "reference": "frozen"}),
         ("bidirectional", {"samples": 4, "score_chunk": 16, "loss_type": "simpo", "activation_checkpointing": True}),
         ("causal", {}),
     ],
+    *(0, 3),
     ids=["view by view", "frozen reference", "views together", "causal"],
 )
 def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(attention, more, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from tests.helpers import as_earlier_version
+from tests.helpers import as_earlier_version, partly_slow
 from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, make, settings, stock, tiny, weights
 from unmask.cli import app
 from unmask.config.run import SamplerConfig
@@ -191,7 +191,7 @@ def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
     converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=6)
 
 
-@pytest.mark.parametrize(
+@partly_slow(
     "lost",
     [
         ("stage-2/checkpoint-6", "stage-3"),  # stopped in the middle of the second stage
@@ -200,6 +200,7 @@ def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
         ("stage-3/checkpoint-3",),
         (),  # it was over
     ],
+    *(0, 3),
     ids=lambda lost: " ".join(lost) or "nothing",
 )
 def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
@@ -214,7 +215,7 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
 
 
 @pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"])
+@partly_slow("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"], 1, 2)
 def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, adapters, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     run |= {"peft_config": lora()} if adapters else {}
@@ -276,7 +277,7 @@ def test_whole_weights_between_sharded_stages_keep_the_code_that_came_with_the_m
     assert type(trainer.lm.model).__name__ == "MineForCausalLM" and equal(weights(trainer.lm), before)
 
 
-@pytest.mark.parametrize("lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], ids=str)
+@partly_slow("lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], 0, ids=str)
 def test_a_finished_stage_is_loaded_alone_and_the_log_is_that_of_the_whole_run(lost, tmp_path, monkeypatch):
     run = {"save_strategy": "steps", "save_steps": 2, "eval_dataset": TEXTS[:2]}
     straight = convert(tmp_path, **run)
@@ -449,9 +450,7 @@ def test_checkpoints_of_adapters_hold_no_table_where_the_mask_token_is_new(tmp_p
     assert equal(weights(resumed.lm), weights(trainer.lm))
 
 
-@pytest.mark.parametrize(
-    "lost", [("stage-1/checkpoint-1", "stage-2", "stage-3"), ("stage-2/checkpoint-6", "stage-3"), ("stage-3",)], ids=str
-)
+@partly_slow("lost", [("stage-1/checkpoint-1", "stage-2", "stage-3"), ("stage-2/checkpoint-6", "stage-3"), ("stage-3",)], 1, ids=str)
 def test_a_conversion_with_adapters_resumes_bit_for_bit(lost, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     straight = converted(tmp_path, peft_config=lora(), **run)
@@ -564,7 +563,7 @@ def test_a_recipe_gives_way_to_other_settings(tmp_path):
         ConvertConfig.for_recipe("grwoing")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@partly_slow("name", RECIPES, 0, 1)
 def test_recipes_are_a_word_on_the_command_line(name, tmp_path):
     tiny("causal").save(tmp_path / "causal")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in LONG))

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.evaluation.authors_samplers import dream, llada, run, sdar
 from tests.generation.tiny_models import stock, tiny
+from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.evaluation.protocols import protocol_names, protocol_tasks, read_protocol
@@ -90,7 +91,7 @@ def cut(canvas: list[int], ends: tuple[int, ...]) -> list[int]:
     return canvas[: next((at + 1 for at, token in enumerate(canvas) if token in ends), len(canvas))]
 
 
-@pytest.mark.parametrize("name, task", distinct_samplers())
+@partly_slow("name, task", distinct_samplers(), 0, 2, 4, 6, 8)
 def test_the_tokens_are_those_of_the_authors_sampler(name, task):
     config, rules = shortened(name, task)
     family = name.partition("/")[0]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.generation.tiny_models import PATTERNS, PROMPTS, tiny
+from tests.helpers import partly_slow
 from unmask.config.revise import ReviseConfig
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
@@ -19,7 +20,7 @@ from unmask.generation.sampler import agreement
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("revise", [None, "probability", "quality"])
-@pytest.mark.parametrize("family", ["phi", "gpt2"])
+@partly_slow("family", ["phi", "gpt2"], 0)
 def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_shift):
     lm = tiny(family, "bidirectional", None, logit_shift, quality_head=True)
     chosen = {"revise": revise and ReviseConfig(by=revise, eta=0.5), "refresh_interval": 1}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import every_pattern, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.output import Trace, make_generation
@@ -52,7 +52,7 @@ cases = st.builds(
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
+@partly_slow("generate", [sampler.generate, naive.generate], 0)
 @examples(4)
 @given(case=cases, decoding_block=st.sampled_from([None, 1, 2, 4, 8]))
 def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, case, decoding_block):

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import published
 from tests.generation.tiny_models import tiny
-from tests.helpers import chi_square_is_likely
+from tests.helpers import chi_square_is_likely, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.generation import naive, sampler
@@ -116,7 +116,7 @@ def test_the_published_noise_draws_from_the_same_distribution(temperature):
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_p": 0.9, "top_k": 6}])
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@partly_slow("temperature", [0.5, 1.0, 1.3], 2)
 @pytest.mark.parametrize("attention, block_size", [PATTERNS[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in PATTERNS[1:])])
 def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, temperature, filters):
     """A chi-square test of the first revealed token."""

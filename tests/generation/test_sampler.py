@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
@@ -49,7 +49,7 @@ def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size
 
 
 @every_pattern
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@partly_slow("temperature", [0.0, 1.0], 1)
 def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, block_size, temperature):
     lm = tiny("phi", attention, block_size)
 

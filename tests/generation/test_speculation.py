@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from transformers import MistralConfig, MistralForCausalLM
 
 from tests.generation.tiny_models import PROMPTS, prompt_lists, stock, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.config.sampler import OF_DENOISING
 from unmask.errors import ConfigError, GenerationError
@@ -61,7 +61,7 @@ def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) ->
     return [kept, *later.tolist()]
 
 
-@pytest.mark.parametrize("candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 6))])
+@partly_slow("candidates", [1, 2, 3, 6], 1)
 @pytest.mark.parametrize("target, drafted", DISTRIBUTIONS)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""
@@ -165,10 +165,7 @@ def chi_square(generation, expected) -> float:
     return chisquare([counts[text] for text in expected], [len(generation.tokens) * chance for chance in expected.values()]).pvalue
 
 
-@pytest.mark.parametrize(
-    "logit_shift, candidates",
-    [(False, 1), (True, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((True, 1), (False, 2), (True, 3)))],
-)
+@partly_slow("logit_shift, candidates", [(False, 1), (True, 2), (True, 1), (False, 2), (True, 3)], 1)
 def test_sampled_texts_have_the_distribution_of_the_causal_reading(logit_shift, candidates, monkeypatch):
     """Against enumeration; and the test notices if all first candidates are kept."""
     lm, letters, prompt = tiny("phi", "block_causal", 4, logit_shift, causal_context=True), [4, 6, 9], [5, 4, 7]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.helpers import partly_slow
 from tests.models.test_load import save_stock
 from unmask.config.run import ModelConfig
 from unmask.errors import ModelError, UnmaskError
@@ -203,7 +204,7 @@ def test_a_malicious_folder_is_one_error(name: str, tmp_path: Path, connections:
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-@pytest.mark.parametrize("reader", ["reward model", "inspect", "from scratch", "remote tokenizer"])
+@partly_slow("reader", ["reward model", "inspect", "from scratch", "remote tokenizer"], 0, 3)
 def test_the_other_loaders_run_and_fetch_nothing(name: str, reader: str, tmp_path: Path, connections: list[Any]) -> None:
     """They need not read what is wrong."""
     save_stock(tmp_path)

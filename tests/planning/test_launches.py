@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from tests.dispatch_counts import Copies, Counts
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import ALPHABET, PAIRS, PREFERENCES, TEXTS, make, settings, tiny
 from unmask.config.run import LoraSettings, ModelConfig, RunConfig, SamplerConfig
 from unmask.convert.config import ConvertConfig
@@ -121,7 +122,7 @@ def test_the_launches_and_reads_of_a_step_are_predicted(case: str, layers: int, 
     assert planned_reads == reads
 
 
-@pytest.mark.parametrize("layers", [2, 4])
+@partly_slow("layers", [2, 4], 1)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize(
     "pattern",

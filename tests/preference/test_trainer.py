@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from tests.toy import any_order, conditionals, groups, lower_bound, toy
 from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
 from unmask.diffusion.views import Draw
@@ -105,7 +106,7 @@ def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor
     return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ipo", "hinge"))])
+@partly_slow("loss_type", ["sigmoid", "kto", "ipo", "hinge"], 0)
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),
     [
@@ -206,7 +207,7 @@ def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp
         assert found[number].item() == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 5, None])
+@partly_slow("chunk", [1, 5, None], 1)
 @pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),

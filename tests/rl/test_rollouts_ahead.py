@@ -15,6 +15,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
+from tests.helpers import partly_slow
 from tests.rl.copy_server import REMOTE, CopyServer, trainer_of
 from tests.serving.servers import copied, serving_rollouts
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, ranks, tiny, weights
@@ -67,8 +68,8 @@ def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
     assert not list(tmp_path.rglob("rollout_ahead*")) and not any("staleness" in line for line in trainer.state.log_history)
 
 
-@pytest.mark.parametrize(
-    ("updates", "most", "versions"),
+@partly_slow(
+    "updates, most, versions",
     [
         (1, 1, [0, 0, 1, 2, 3, 4]),
         (1, 5, [0, 0, 1, 2, 3, 4]),  # the next rollout is the only one that is asked for
@@ -76,6 +77,7 @@ def test_without_staleness_nothing_is_asked_in_advance(tmp_path):
         (2, 2, [0, 0, 2]),
         (3, 2, [0, 1]),
     ],
+    *(0, 3),
 )
 def test_no_rollout_is_older_than_allowed_however_slow_the_server(updates, most, versions, tmp_path):
     shape = {"max_steps": 6, "num_iterations": updates, "max_staleness": most, "reward": ranks, "learning_rate": 3e-2}
@@ -113,7 +115,7 @@ def test_the_server_samples_while_the_trainer_trains(tmp_path):
     assert len(server.sampled) == 3  # nothing is asked for after the last rollout
 
 
-@pytest.mark.parametrize("method", WITH_RATIO)
+@partly_slow("method", WITH_RATIO, 0, 1, 2, 3)
 def test_the_old_policy_is_the_one_that_sampled(method, tmp_path):
     """Log-probabilities of the old policy are those of another model with the weights that the server had."""
     settings = {"max_steps": 3, "max_staleness": 1, "reward": ranks, "learning_rate": 3e-2, "epsilon": None, "method": method}

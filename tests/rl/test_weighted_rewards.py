@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainerState
 
+from tests.helpers import partly_slow
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.rl.weighted_rewards import Rewards, distinct
@@ -647,7 +648,7 @@ async def later(completions, log_extra, log_metric, **_): return logs(completion
 """
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@partly_slow("workers", [0, 1, 2, 3], 0, 2)
 @pytest.mark.parametrize("name", ["logs", "later"])
 def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, name):
     (tmp_path / "logs.py").write_text(LOGS)

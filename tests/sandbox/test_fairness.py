@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tests.helpers import require_sandbox
+from tests.helpers import partly_slow, require_sandbox
 from unmask.sandbox.isolation import Limits, probe
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Pool, PythonTests, python_job
@@ -128,8 +128,8 @@ def f(x):
 """
 
 
-@pytest.mark.parametrize(
-    ("program", "tests", "status"),
+@partly_slow(
+    "program, tests, status",
     [
         (SLEEPS.format(seconds=99), TESTS, "timeout"),
         (NAPS, TESTS, "timeout"),
@@ -142,6 +142,7 @@ def f(x):
         (THREAD_COMPUTES, TESTS, "ok"),
         (DOUBLE, ASKED_OFTEN, "ok"),
     ],
+    *(1, 2, 3, 5, 7, 8),
 )
 def test_programs_may_not_sleep_for_long(program, tests, status):
     """A candidate and a tester that wait for each other do not sleep, as one of them computes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import require_ocaml
+from tests.helpers import partly_slow, require_ocaml
 from tests.sandbox.ocaml_attacks import BLIT_PIPES, REPLIES, takeover, without_refusals
 from unmask.sandbox import ocaml
 from unmask.sandbox.isolation import INSIDE
@@ -104,8 +104,8 @@ let () = run_test_tt_main ("double" >::: tests)
 """
 
 
-@pytest.mark.parametrize(
-    ("apply", "passed"),
+@partly_slow(
+    "apply, passed",
     [
         ("let apply f x = f (x + 1)", 2),
         ("let apply f x = f x", 1),
@@ -114,6 +114,7 @@ let () = run_test_tt_main ("double" >::: tests)
         ("let apply f x = try f x with _ -> raise Not_found", 1),
         ("let apply f x = let rec go n = try f n with _ -> go (n + 1) in go x", 1),
     ],
+    *(0, 3),
 )
 def test_an_assertion_that_fails_within_a_passed_function_is_final(pool, apply, passed):
     """The candidate catches the exception, and would learn the expected value from its text."""

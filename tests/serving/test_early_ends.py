@@ -12,6 +12,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.generation.tiny_models import tiny
+from tests.helpers import partly_slow
 from tests.serving.models import model
 from unmask.generation.engine.engine import Engine
 from unmask.serving.app import AppSettings, make_app
@@ -48,7 +49,7 @@ async def until_idle(scheduler: Scheduler) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@partly_slow("stream", [False, True], 1)
 def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 30, "temperature": 1.0, "seed": 3, "n": 2}
     body["diffusion"] = {"stop_at_eos": False}
@@ -70,7 +71,7 @@ def test_a_stop_string_in_one_of_two_choices_frees_its_slot(stream: bool) -> Non
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@partly_slow("stream", [False, True], 1)
 def test_a_finished_single_call_frees_its_slot(stream: bool) -> None:
     body = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 200, "tools": [TOOL], "n": 2}
     body |= {"parallel_tool_calls": False, "stream": stream, "stream_options": {"include_usage": True} if stream else None}

@@ -9,7 +9,8 @@ import time
 import pytest
 
 import unmask
-from tests.generation.tiny_models import every_pattern, tiny
+from tests.generation.tiny_models import PATTERNS, tiny
+from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, alone, collect, outline, scheduling, traces, until, works
 from unmask.errors import GenerationError, UnmaskError
 from unmask.generation.frames import Frame, replay
@@ -18,7 +19,7 @@ from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import Event, OtherWeightsError, OverloadedError
 
 
-@every_pattern
+@partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
 def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int | None) -> None:
     lm = tiny(attention=attention, block_size=block_size, eos_bias=0.3, layers=1)
     prompts = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import unmask
 from tests.generation.tiny_models import PATTERNS, PROMPTS, adapted, store, tiny
+from tests.helpers import partly_slow
 from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
 from tests.serving.servers import ADMIN, http_get, http_post, message, other_weights, served
 from unmask.cli import app
@@ -45,7 +46,7 @@ def pair() -> tuple[DiffusionLM, DiffusionLM]:
     return tiny().frozen_copy(), tiny("gpt2", attention="bidirectional").frozen_copy()
 
 
-@pytest.mark.parametrize("attention, block_size", [PATTERNS[0], PATTERNS[2], PATTERNS[-1]])
+@partly_slow("attention, block_size", [PATTERNS[0], PATTERNS[2], PATTERNS[-1]], 1)
 def test_answers_are_those_of_each_model_alone(attention: Any, block_size: int | None, tmp_path: Path) -> None:
     """Of the same prompts at the same time: what one has cached of a prompt is not that of another."""
     lm, other = tiny(attention=attention, block_size=block_size).frozen_copy(), pair()[1]

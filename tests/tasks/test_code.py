@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.helpers import read_task, require_ocaml, require_sandbox, shared_path
+from tests.helpers import partly_slow, read_task, require_ocaml, require_sandbox, shared_path
 from tests.tasks.hacks import OCAML_HACKS, PYTHON_HACKS
 from unmask.errors import ConfigError
 from unmask.rewards import program
@@ -220,7 +220,7 @@ def test_a_test_that_calls_the_function_by_its_name_tests_the_candidate():
     assert [v.solved for v in task.verify_all(["    return x\n", "    return 2\n"], [row] * 2)] == [True, False]
 
 
-@pytest.mark.parametrize("name", PYTHON_HACKS)
+@partly_slow("name", PYTHON_HACKS, *range(0, len(PYTHON_HACKS), 2))
 def test_hacks_of_a_few_problems(name):
     task, rows = read("humaneval", *HUMANEVAL)
     rows = rows[::41]
@@ -298,7 +298,7 @@ def test_a_dataset_that_does_not_compile_blames_nobody(ocaml):
     assert {v.status for v in task.verify_all([r["completion"] for r in rows], rows)} <= {"infrastructure", "malformed"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "runs for ever")) for name in OCAML_HACKS])
+@partly_slow("name", OCAML_HACKS, *(index for index, name in enumerate(OCAML_HACKS) if index % 2 and name != "runs for ever"))
 def test_no_ocaml_hack_passes(ocaml, name):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import make, ranks, tiny, weights
 from unmask.training.trainer import DiffusionTrainer
 
@@ -27,7 +28,7 @@ def filled(monkeypatch: pytest.MonkeyPatch, *, fails_at: set[int], largest: int 
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
-@pytest.mark.parametrize("call", [3, 4])  # the first and the second micro-batch of the second step
+@partly_slow("call", [3, 4], 1)  # the first and the second micro-batch of the second step
 def test_a_full_memory_halves_the_micro_batches_and_changes_nothing_but_rounding(verb, call, tmp_path, monkeypatch):
     more = {"reward": ranks} if verb == "grpo" else {}
 

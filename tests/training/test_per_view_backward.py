@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import held
 from tests.toy import toy
 from tests.training.tiny_runs import moved, ranks, settings
@@ -63,7 +64,7 @@ def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[to
     return loss.detach(), gradients(trainer)
 
 
-@pytest.mark.parametrize(("name", "more", "attention"), PASSES, ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES])
+@partly_slow("name, more, attention", PASSES, *range(0, len(PASSES), 2), ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES])
 def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, attention, tmp_path):
     trainer = trainer_of(tmp_path, name, attention, num_iterations=1 if "num_iterations" in fixed_settings(METHODS[name]) else 2, **more)
     [updates] = experience(trainer, 4)
@@ -90,7 +91,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
         moved(trainer.lm, 0.02)  # the weights of the next update are others
 
 
-@pytest.mark.parametrize(("name", "more"), CASES, ids=[case_id(*case) for case in CASES])
+@partly_slow("name, more", CASES, *range(1, len(CASES), 2), ids=[case_id(*case) for case in CASES])
 def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path):
     """Masks, which do not depend on the split, are also the same."""
     trainer = trainer_of(tmp_path, name, **more)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
@@ -140,7 +141,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@partly_slow("verb", VERBS, 0, 3)
 def test_a_resumed_run_logs_what_was_recorded_before(verb, tmp_path):
     shape = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
     shape |= {"num_iterations": 2, "reward": chatty} if verb == "grpo" else {}

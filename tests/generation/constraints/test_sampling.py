@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, configs, every_pattern, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -235,7 +235,7 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
-@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+@partly_slow("generate", [naive.generate, sampler.generate], 1)
 def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, generate):
     """Rounding differs by machine, and must not say which of them is revealed first, nor keep one below a threshold of 1."""
     lm, prompts = tiny("phi", "bidirectional").frozen_copy(), [[token] for token in range(4, 10)]

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import PROMPTS, Watch, prompt_lists, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
@@ -158,7 +158,7 @@ def small_verifier(logit_shift: bool):
     return lm, tiny("gpt2", "causal", eos_bias=-1.0)
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
+@partly_slow("logit_shift", [False, True], 1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_another_causal_model_verifies(logit_shift, temperature, candidates):

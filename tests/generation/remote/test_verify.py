@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.generation.tiny_models import PROMPTS, tiny
+from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
@@ -41,7 +42,7 @@ def pair():
     return tiny("phi", "block_causal", 4, True, causal_context=True), tiny("gpt2", "causal", eos_bias=-1.0)
 
 
-@pytest.mark.parametrize("candidates", [1, 3])
+@partly_slow("candidates", [1, 3], 1)
 @pytest.mark.parametrize("more", [{}, {"forbidden_tokens": [5, 6]}, {"temperature": 1.0, "top_p": 0.9}], ids=str)
 def test_the_text_is_that_of_the_model_on_the_server(more, candidates):
     lm, verifier = pair()

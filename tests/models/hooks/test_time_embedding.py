@@ -9,6 +9,7 @@ import torch
 
 from tests import toy
 from tests.generation.tiny_models import stock
+from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, random_ids, tiny_lm
 from unmask import log_likelihood
 from unmask.config.run import SamplerConfig
@@ -177,7 +178,7 @@ def test_gradients_reach_it(checkpointing):
 
 
 @pytest.mark.parametrize("context", [False, True])
-@pytest.mark.parametrize("shift", [False, True])
+@partly_slow("shift", [False, True], 1)
 @pytest.mark.parametrize("family", ["phi", pytest.param("gpt2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attention, block_size", [("bidirectional", None), ("block_causal", 3), ("block_causal", 4)])
 def test_the_sampler_gives_the_tokens_of_the_reference(attention, block_size, family, shift, context):
@@ -202,7 +203,7 @@ CONTEXTS = [("bidirectional", None, False), ("block_causal", 3, False), ("block_
 
 
 @pytest.mark.parametrize(("attention", "block_size", "context"), CONTEXTS)
-@pytest.mark.parametrize("shift", [False, True])
+@partly_slow("shift", [False, True], 1)
 def test_likelihoods_are_those_of_all_orders(attention, block_size, context, shift):
     lm = awake(toy.toy(attention=(attention, block_size, shift), time_embedding=True, causal_context=context), 1.0)
     prompts, completions = [[1, 4], [5, 5, 4]], [[4, 5, 5, 2], [5, 4, 4]]

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 import unmask
+from tests.helpers import partly_slow
 from tests.serving.models import make_model, model
 from tests.serving.servers import served
 from unmask.config.run import SamplerConfig
@@ -118,7 +119,7 @@ def test_json_that_fits_a_schema(client):
     assert isinstance(json.loads(free.choices[0].message.content), dict)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@partly_slow("stream", [False, True], 1)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_tool_is_called(client, choice, stream):
     asked = {"model": "tiny", "messages": QUESTION, "tools": [WEATHER, CLOCK], "tool_choice": choice, "max_tokens": 110}

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from tests.training.durable.runs import command, ends
 from tests.training.tiny_runs import unmask
 from unmask.errors import TrainingError
@@ -62,7 +62,7 @@ def waiting(tmp_path: Path) -> Iterator[Callable[..., list[subprocess.Popen[str]
         process.communicate()
 
 
-@pytest.mark.parametrize("ended_by_launcher", [False, True])
+@partly_slow("ended_by_launcher", [False, True], 1)
 @pytest.mark.parametrize("begun", [False, True])
 def test_processes_that_wait_end_with_one_error_when_one_is_killed(begun, ended_by_launcher, waiting, tmp_path):
     if begun:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from tests.training.durable.runs import command, ends, logged
 from tests.training.tiny_runs import equal, unmask
 from unmask import commands
@@ -55,13 +55,10 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("moment", "number", "code"),
-    [
-        *[(moment, signal.SIGTERM, 75) for moment in MOMENTS],
-        ("amid a step", signal.SIGUSR1, 75),
-        pytest.param("amid a rollout", signal.SIGINT, 130, marks=pytest.mark.slow),
-    ],
+@partly_slow(
+    "moment, number, code",
+    [*[(moment, signal.SIGTERM, 75) for moment in MOMENTS], ("amid a step", signal.SIGUSR1, 75), ("amid a rollout", signal.SIGINT, 130)],
+    *(1, 3, 5, 7),
 )
 def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, code, model, text, tmp_path, interrupt, monkeypatch):
     verb, owner, method, step, checkpoint = MOMENTS[moment]

@@ -15,7 +15,7 @@ import time
 import filelock._unix
 import pytest
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
 from unmask.training.resume.lock import is_running, sole_run
@@ -146,7 +146,7 @@ def _enter(folder, barrier, entered):
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
-@pytest.mark.parametrize("flock", [True, False])
+@partly_slow("flock", [True, False], 1)
 def test_of_many_that_start_together_one_enters(tmp_path, flock, monkeypatch):
     if not flock:
         monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
