@@ -97,7 +97,7 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
         ("bidirectional", {"samples": 4, "score_chunk": 16, "loss_type": "simpo", "activation_checkpointing": True}),
         ("causal", {}),
     ],
-    *(0, 3),
+    0,
     ids=["view by view", "frozen reference", "views together", "causal"],
 )
 def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(attention, more, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
 from unmask.commands import run
 from unmask.commands.modes import adapt_recipes
@@ -111,7 +111,7 @@ TOGETHER = [(machine, mode) for machine in MACHINES for mode in MODES if (machin
 
 
 @pytest.mark.parametrize("cases", [ONE_BY_ONE, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["one by one", "together"])
-@pytest.mark.parametrize("task", TASKS)
+@partly_slow("task", TASKS, 0, 2, 5)
 def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, cases, models):
     for machine, mode in cases:
         trainer = made("grpo", [f"grpo-{task}", machine], mode, models)
@@ -124,7 +124,7 @@ def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
     assert training_arguments("grpo", config).corrects_for_server
 
 
-@pytest.mark.parametrize("recipe", CONVERSIONS)
+@partly_slow("recipe", CONVERSIONS, 0, 3)
 def test_every_recipe_of_a_conversion_goes_with_the_machines_the_modes_and_those_of_memory(recipe, models):
     cases = [([machine], mode) for machine, mode in ONE_BY_ONE]
     cases += [([*machine, beside], None) for beside in MEMORY for machine in ([], ["rtx3090-24gb"])]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests import toy
-from tests.helpers import shared_path
+from tests.helpers import partly_slow, shared_path
 from unmask import log_likelihood
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.likelihood import default_estimator, log_likelihoods
@@ -44,7 +44,7 @@ def test_a_causal_model_has_its_stock_likelihood(tmp_path, estimator):
     torch.testing.assert_close(log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=3), torch.stack(expected), **EXACT)
 
 
-@pytest.mark.parametrize("kind", toy.KINDS)
+@partly_slow("kind", toy.KINDS, 0, 1)
 def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
     lm = toy.toy(kind)
     exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")

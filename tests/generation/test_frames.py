@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import PATTERNS, configs, prompt_lists, tiny
+from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 from unmask.generation.frames import Frame, replay, watch
@@ -28,7 +28,7 @@ def check(lm, request, config) -> tuple[list[Frame], Generation]:
     return frames, generation
 
 
-@pytest.mark.parametrize("attention, block_size", PATTERNS)
+@partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
 @given(st.data())
 def test_frames_of_any_settings_make_the_text(attention, block_size, data):
     lm = tiny("phi", attention, block_size)

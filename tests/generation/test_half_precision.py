@@ -9,6 +9,7 @@ import torch
 
 import unmask
 from tests.generation.tiny_models import tiny
+from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
 
 PROMPTS = ["abc", "f", "fedcba"]
@@ -34,7 +35,7 @@ def rounded(dtype: torch.dtype, attention: str, block_size: int | None) -> tuple
 
 @HALVES
 @pytest.mark.parametrize("which", SETTINGS)
-@pytest.mark.parametrize("attention, block_size", [("block_causal", 4), ("bidirectional", None)])
+@partly_slow("attention, block_size", [("block_causal", 4), ("bidirectional", None)], 0)
 def test_what_is_drawn_has_the_probabilities_of_32_bits(attention, block_size, which, dtype):
     half, full = rounded(dtype, attention, block_size)
     config = SamplerConfig(max_new_tokens=8, **SETTINGS[which])

@@ -29,7 +29,7 @@ def test_a_cache_refreshed_at_every_step_is_exact(family, revise, cache, logit_s
     assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
 
 
-@pytest.mark.parametrize("logit_shift", [False, True])
+@partly_slow("logit_shift", [False, True], 1)
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("refresh_interval", [None, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import partly_slow
 from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES, tiny_lm
 from unmask.config.run import DeviceConfig, HardwareConfig, LoraSettings
 from unmask.data.characters import character_tokenizer
@@ -128,7 +129,7 @@ def test_flops_are_those_of_the_rule_of_thumb() -> None:
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks transformers by the old name
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # of GPT-2; PEFT mends it itself
-@pytest.mark.parametrize("name", NAMES)
+@partly_slow("name", NAMES, *range(0, len(NAMES), 2))
 def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
     from peft import get_peft_model
 

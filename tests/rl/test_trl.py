@@ -16,6 +16,7 @@ import datasets
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from tests.training.tiny_runs import settings, share_of_a, tiny
 from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
 from unmask.data.encoding import encode_prompt
@@ -142,7 +143,7 @@ def check(case: Case, folder: Path, accumulation: int, beta: float) -> None:
     assert [0 < share < 1 for share in clipped] == [False, True, False, True]
 
 
-@pytest.mark.parametrize(("accumulation", "beta"), [(1, 0.0), (2, 0.04)])
+@partly_slow("accumulation, beta", [(1, 0.0), (2, 0.04)], 1)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_gradients_of_each_reduction_are_those_of_trl(name, accumulation, beta, tmp_path):
     check(REDUCTIONS[name], tmp_path, accumulation, beta)

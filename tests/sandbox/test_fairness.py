@@ -82,14 +82,15 @@ def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, fl
         pool.close()
 
 
-@pytest.mark.parametrize(
-    ("program", "status"),
+@partly_slow(
+    "program, status",
     [
         (SLEEPS.format(seconds=1.5), "ok"),
-        pytest.param(SLEEPS.format(seconds=9), "timeout", marks=pytest.mark.slow),
+        (SLEEPS.format(seconds=9), "timeout"),
         (CHILDREN, "timeout"),
         (HONEST, "ok"),
     ],
+    *(2, 3),
 )
 def test_processor_time_of_all_processes_decides(program, status):
     """Sleep is not counted, until its own limit or that on time in all."""

@@ -19,7 +19,7 @@ from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import Event, OtherWeightsError, OverloadedError
 
 
-@partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
+@partly_slow("attention, block_size", PATTERNS, 2, 4)
 def test_in_company_every_sequence_is_as_alone(attention: str, block_size: int | None) -> None:
     lm = tiny(attention=attention, block_size=block_size, eos_bias=0.3, layers=1)
     prompts = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]

@@ -220,7 +220,7 @@ def test_a_test_that_calls_the_function_by_its_name_tests_the_candidate():
     assert [v.solved for v in task.verify_all(["    return x\n", "    return 2\n"], [row] * 2)] == [True, False]
 
 
-@partly_slow("name", PYTHON_HACKS, *range(0, len(PYTHON_HACKS), 2))
+@partly_slow("name", PYTHON_HACKS, *range(0, len(PYTHON_HACKS), 4))
 def test_hacks_of_a_few_problems(name):
     task, rows = read("humaneval", *HUMANEVAL)
     rows = rows[::41]
@@ -298,7 +298,7 @@ def test_a_dataset_that_does_not_compile_blames_nobody(ocaml):
     assert {v.status for v in task.verify_all([r["completion"] for r in rows], rows)} <= {"infrastructure", "malformed"}
 
 
-@partly_slow("name", OCAML_HACKS, *(index for index, name in enumerate(OCAML_HACKS) if index % 2 and name != "runs for ever"))
+@partly_slow("name", OCAML_HACKS, *(index for index, name in enumerate(OCAML_HACKS) if index % 4 == 1 and name != "runs for ever"))
 def test_no_ocaml_hack_passes(ocaml, name):
     task, rows = exercism()
     row = next(row for row in rows if row["file"] == "leap.ml")

@@ -22,6 +22,7 @@ from unmask.config.run import AttentionName
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, stacked_rows, unpadded_mask
 from unmask.models.chat_template import turn_end
+from unmask.models.compiled import compile_model
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
@@ -188,9 +189,8 @@ class DiffusionLM:
         return bound
 
     def compile(self, **options: Any) -> None:
-        """Compile the model with these options of torch.compile, one graph for all lengths and numbers of rows."""
-        torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
-        self.model.compile(dynamic=True, **options)
+        """Compile the model as it is now, with these options of torch.compile: one graph for all lengths and numbers of rows."""
+        compile_model(self.model, options)
         self.compile_options = options
 
     def compile_as(self, other: DiffusionLM) -> DiffusionLM:

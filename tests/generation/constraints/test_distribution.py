@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from unmask.generation.constraints.automaton import TokenAutomaton, token_automaton
 from unmask.generation.constraints.byte_automaton import ByteAutomaton
 from unmask.generation.constraints.distribution import Paths, class_weights
@@ -104,7 +105,7 @@ def test_among_equal_paths_the_lower_token_comes_first():
         assert classes.tolist() == machine.class_V[list(expected)].tolist()
 
 
-@pytest.mark.parametrize("kind, revealed", [("even", {}), ("short", {}), ("even", {2: 1}), ("short", {4: 5})])
+@partly_slow("kind, revealed", [("even", {}), ("short", {}), ("even", {2: 1}), ("short", {4: 5})], 1, 2)
 def test_paths_are_drawn_from_the_distribution_given_that_they_are_accepted(kind, revealed):
     """A chi-square test over whole texts, by class."""
     machine, _, paths, texts = case(kind, 1.0, revealed)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.generation.constraints.vocabularies import SMALL, text_of, walks
 from tests.generation.tiny_models import every_pattern, tiny
+from tests.helpers import partly_slow
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
@@ -58,7 +59,7 @@ def parses(parser: lark.Lark, text: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Possible :FutureWarning")  # Python's, of brackets in classes
-@pytest.mark.parametrize("name", GRAMMARS)
+@partly_slow("name", GRAMMARS, *range(0, len(GRAMMARS), 2))
 def test_the_language_is_that_of_lark(name):
     """All texts that are too short to be nested deeper."""
     grammar, alphabet, longest = GRAMMARS[name]
@@ -102,7 +103,7 @@ def test_any_json_is_nested_no_deeper(depth):
 
 
 @every_pattern
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@partly_slow("temperature", [0.0, 1.0], 1)
 def test_completions_are_in_the_language_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, temperature):
     lm, grammar = tiny("phi", attention, block_size, eos_bias=1.0), 'start: "a" start "b" | "c" ("d" | "e")*'
     config = SamplerConfig(max_new_tokens=12, tokens_per_step=2, temperature=temperature, constraint={"grammar": grammar})

@@ -233,7 +233,7 @@ def test_a_position_of_whose_tokens_the_filter_leaves_none_is_revealed_last(poli
     assert min(step for trace in traced.trace for step in trace.steps) >= 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@partly_slow("dtype", [torch.float64, torch.float32, torch.bfloat16], 1, 2)
 @pytest.mark.parametrize("policy", ["confidence", "entropy", "margin"])
 @partly_slow("generate", [naive.generate, sampler.generate], 1)
 def test_positions_that_have_one_token_left_are_equally_certain(dtype, policy, generate):

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.tiny_models import configs, every_pattern, tiny
-from tests.helpers import chi_square_is_likely, examples
+from tests.generation.tiny_models import PATTERNS, configs, tiny
+from tests.helpers import chi_square_is_likely, examples, partly_slow
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
@@ -43,7 +43,7 @@ def written(lm, tokens) -> str:
     return lm.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@every_pattern
+@partly_slow("attention, block_size", PATTERNS, 0, 2, 4)
 @examples(10)
 @given(data=st.data())
 def test_every_text_matches_and_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, data):

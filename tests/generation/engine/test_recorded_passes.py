@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.generation.test_sampler import assert_same
 from tests.generation.tiny_models import configs, every_pattern, prompt_lists, tiny
-from tests.helpers import examples
+from tests.helpers import examples, partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import sampler
@@ -49,7 +49,7 @@ def recorded(lm):
 
 
 @every_pattern
-@pytest.mark.parametrize("logit_shift", [False, True])
+@partly_slow("logit_shift", [False, True], 1)
 @examples(8)
 @given(data=st.data())
 def test_any_settings_give_the_same_tokens(attention, block_size, logit_shift, data):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.generation.tiny_models import ALPHABET, PROMPTS, every_pattern, tiny
+from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, tiny
+from tests.helpers import partly_slow
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
@@ -69,7 +70,7 @@ def test_they_are_the_tokens_that_no_text_has_there(pattern, settings):
     assert steps and lm.mask_token_id not in ids
 
 
-@every_pattern
+@partly_slow("attention, block_size", PATTERNS, 2, 4)
 def test_sequences_with_any_number_of_them_share_passes(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=1.0)
     engine, expected, results = Engine(lm, batch_size=4), {}, {}

@@ -80,7 +80,7 @@ class SlotCache(Cache):
         at = (self.slot_B1Q, self.heads[count], self.column_B1Q)
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
             stored[at] = new
-        if layer_idx < len(self._read) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and layer_idx < len(self._read):
             return self._read[layer_idx]
         index = self.index if isinstance(self.index, Tensor) else slice(self.index.start, self.index.start + len(key_states))
         keys, values = (stored[:, :, : self.width][index] for stored in self.stored[layer_idx])
