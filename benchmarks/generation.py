@@ -196,7 +196,7 @@ def group(attention: AttentionName, block: int | None, tokens: int, rounds: int)
 
 def one(temperature: float, rounds: int) -> list[tuple[str, str, str]]:
     plain, compiled = (random_model(64, 4, 7_900, "block_causal", 4) for _ in range(2))
-    compiled.compile(options={"cpp_wrapper": True})
+    compiled.compile()
     prompt_BP = random_prompts(plain, 16)[:1]
     config = unmask.SamplerConfig(max_new_tokens=64, tokens_per_step=1, temperature=temperature, stop_at_eos=False)
     contenders = {"plain": Ours(plain, prompt_BP, config), "compiled": Ours(compiled, prompt_BP, config)}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.generation.recorded import recorded_model
+from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 
@@ -20,7 +21,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@partly_slow("case", CASES, *range(0, len(CASES), 2))
 def test_a_published_sampler_gives_these_tokens(case):
     lm = recorded_model(**case["model"])
     config = SamplerConfig(**case["settings"], stop_at_eos=False)

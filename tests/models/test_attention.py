@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
-from tests.helpers import last_tokens
+from tests.helpers import last_tokens, partly_slow
 from tests.models.configurations import LAYERS, NAMES, VOCABULARY, WINDOWS_OF_LAYERS, random_ids, tiny_lm, tiny_model
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import (
@@ -98,7 +98,7 @@ def changed_rows(ids_1T):
     return torch.where(torch.eye(size, dtype=torch.bool), torch.where(ids + 1 < VOCABULARY, ids + 1, 4), ids)
 
 
-@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS.keys())
+@partly_slow("documents", DOCUMENTS.values(), 1, 3, ids=DOCUMENTS.keys())
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_changes_exactly_when_it_may_see_what_changed(name, pattern, documents):

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from tests.helpers import partly_slow
 from tests.models.configurations import CONFIGURATIONS, NAMES, VOCABULARY, WINDOW, random_ids, tiny_lm
 from unmask.errors import ModelError
 from unmask.models.attention import PATTERNS
@@ -91,7 +92,7 @@ def noised_logits(lm, hidden_BT, clean_BT, documents_BT, rows_BT):
     return lm.forward(lm.stacked_inputs(clean_BT, hidden_BT[:, None], documents_BT, rows_BT[:, None]))
 
 
-@pytest.mark.parametrize("padding", [0, 2], ids=["whole", "left padding"])
+@partly_slow("padding", [0, 2], 1, ids=["whole", "left padding"])
 @pytest.mark.parametrize(("pattern", "shift"), [("causal", False), ("block_causal", False), ("block_causal", True)])
 @pytest.mark.parametrize("name", NAMES)
 def test_noised_beside_clean_is_inference_block_by_block(name, pattern, shift, padding):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import partly_slow
 from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.tiny_runs import QUICK, SMALL, unmask
 from unmask.artifacts import MetricsLog
@@ -154,7 +155,7 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
     return [*masks(views), *made]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@partly_slow("name", METHODS, *range(0, len(METHODS), 2))
 @pytest.mark.parametrize("setting", OTHERS)
 def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
     base = {} if setting == "beta" else held(name)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, partly_slow
 from unmask.data.problems import read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
@@ -23,7 +23,7 @@ seeds = st.integers(0, 2**32)
 
 
 @every_task
-@pytest.mark.parametrize("split", ["train", "test"])
+@partly_slow("split", ["train", "test"], 1)
 def test_rows_are_solved_distinct_and_of_their_split(name, split):
     task = get_task(name)
     rows = task.generate(split, 300, seed=3)

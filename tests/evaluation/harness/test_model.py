@@ -16,7 +16,7 @@ from sqlitedict import SqliteDict
 
 from tests import toy
 from tests.evaluation.harness.local_tasks import TASKS, write_task, write_tasks
-from tests.helpers import REPOSITORY, TWO_PROCESSES, run_all, shared_path
+from tests.helpers import REPOSITORY, TWO_PROCESSES, partly_slow, run_all, shared_path
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.harness import HarnessLM
 from unmask.evaluation.harness.answers import LogLikelihood
@@ -86,7 +86,7 @@ def test_a_causal_model_scores_as_lm_evals_own_on_many_items(items, tmp_path):
     check_equals_hf(tmp_path, items)
 
 
-@pytest.mark.parametrize("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"])
+@partly_slow("kind", ["bidirectional", "blocks of three with a shift", "causal without a shift"], 1)
 def test_the_bits_depend_on_neither_batch_size_nor_order(kind):
     lm = toy.toy(kind)
     models = [HarnessLM(lm, samples=9, batch_size=size) for size in (1, 3, 8, "auto")]

@@ -159,7 +159,7 @@ def small_verifier(logit_shift: bool):
 
 
 @partly_slow("logit_shift", [False, True], 1)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@partly_slow("temperature", [0.0, 1.0], 0)
 @pytest.mark.parametrize("candidates", [1, 3])
 def test_another_causal_model_verifies(logit_shift, temperature, candidates):
     lm, verifier = small_verifier(logit_shift)
