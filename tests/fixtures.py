@@ -34,6 +34,15 @@ def debugging() -> Iterator[None]:
 
 
 @pytest.fixture
+def dynamo_as_it_was() -> Iterator[None]:
+    """Of a test that compiles: neither its settings of torch nor its graphs are there for the next one."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True, specialize_float=False):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))

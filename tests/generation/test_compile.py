@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from tests.generation.tiny_models import PROMPTS, every_pattern, tiny
 from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def status_of(program: str, tests: PythonTests, limits: Limits) -> tuple[str, fl
         (CHILDREN, "timeout"),
         (HONEST, "ok"),
     ],
-    2,
+    *(2, 3),
 )
 def test_processor_time_of_all_processes_decides(program, status):
     """Sleep is not counted, until its own limit or that on time in all."""

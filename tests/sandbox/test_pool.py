@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,9 +95,8 @@ def test_broken_setup_is_no_fault_of_the_program(pool):
 
 def test_time_is_the_programs_own():
     require_sandbox()
-    hurried = Pool(1, Limits(seconds=0.5))
-    assert outcome_of(hurried, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
-    hurried.close()
+    with contextlib.closing(Pool(1, Limits(seconds=0.5))) as hurried:
+        assert outcome_of(hurried, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
 
 
 def test_the_results_of_a_tester_have_one_outcome():

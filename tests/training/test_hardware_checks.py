@@ -300,13 +300,6 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.fixture
-def dynamo_as_it_was():
-    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True):
-        yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.usefixtures("dynamo_as_it_was")
 @pytest.mark.parametrize(
     ("verb", "attention", "block_size"), [pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow), ("sft", *ATTENTIONS[-1])]

@@ -10,12 +10,14 @@ from torch import nn
 
 
 def compile_model(model: nn.Module, options: dict[str, Any]) -> None:
-    """Compile a model in place with these options of torch.compile, one graph for all lengths and numbers of rows."""
+    """Compile a model in place with these options of torch.compile, one graph for all lengths and numbers of rows. Without a mode it has
+    graphs of its own, which check less; `isolate_recompiles=False` shares graphs with equal models, as stages and references do."""
     torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
     torch._dynamo.config.specialize_float = True  # those of the layers are constants rather than inputs of every pass
-    if options.get("mode") is None:  # torch takes a mode or options, not both
+    alone = options.get("isolate_recompiles", options.get("mode") is None)
+    if alone:  # otherwise a graph of a model with another configuration would pass the checks
         options = options | {"options": {"guard_filter_fn": guards_to_check} | (options.get("options") or {})}
-    model.compile(dynamic=True, **options)
+    model.compile(**{"dynamic": True, "isolate_recompiles": alone} | options)
 
 
 def guards_to_check(guards: Sequence[Any]) -> list[bool]:

@@ -146,7 +146,7 @@ def _enter(folder, barrier, entered):
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
-@partly_slow("flock", [True, False], 1)
+@partly_slow("flock", [True, False], 0)
 def test_of_many_that_start_together_one_enters(tmp_path, flock, monkeypatch):
     if not flock:
         monkeypatch.setattr(filelock._unix, "lock_fd_nonblocking", without_flock)
