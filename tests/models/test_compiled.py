@@ -74,6 +74,10 @@ def test_options_of_ones_own_come_first():
     assert model(one).tolist() == [15] * 3 and not all(seen)
 
 
-def test_a_mode_is_passed_on_alone():
-    model = compiled({"mode": "default", "backend": "eager"})
-    assert model(torch.ones(3)).tolist() == [6] * 3
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_mode_is_passed_on_without_options(alone):
+    """Torch takes one of the two."""
+    model, one = compiled({"mode": "default", "backend": "eager", "isolate_recompiles": alone}), torch.ones(3)
+    assert model(one).tolist() == [6] * 3
+    model.config.scale = 5
+    assert model(one).tolist() == [15] * 3

@@ -14,10 +14,11 @@ def compile_model(model: nn.Module, options: dict[str, Any]) -> None:
     graphs of its own, which check less; `isolate_recompiles=False` shares graphs with equal models, as stages and references do."""
     torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
     torch._dynamo.config.specialize_float = True  # those of the layers are constants rather than inputs of every pass
-    alone = options.get("isolate_recompiles", options.get("mode") is None)
-    if alone:  # otherwise a graph of a model with another configuration would pass the checks
-        options = options | {"options": {"guard_filter_fn": guards_to_check} | (options.get("options") or {})}
-    model.compile(**{"dynamic": True, "isolate_recompiles": alone} | options)
+    plain = options.get("mode") is None  # torch takes a mode or options, not both
+    options = {"dynamic": True, "isolate_recompiles": plain} | options
+    if plain and options["isolate_recompiles"]:  # else a graph of a model with another configuration could pass the checks
+        options["options"] = {"guard_filter_fn": guards_to_check} | (options.get("options") or {})
+    model.compile(**options)
 
 
 def guards_to_check(guards: Sequence[Any]) -> list[bool]:
