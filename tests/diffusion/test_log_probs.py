@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests import toy
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
-from unmask.models.hooks.head import token_log_probs
 
 PROMPT, LENGTH = 2, 5
 TOTAL = PROMPT + LENGTH
@@ -150,21 +149,6 @@ def test_a_temperature_divides_the_logits():
     expected = (logits / 0.7).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
     scores = view_log_probs(lm, ids, None, all_masked_views(maskable), temperature=0.7)
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
-
-
-def test_log_probabilities_are_those_of_a_softmax():
-    logits, target = torch.tensor([[1.0, 3.0, -torch.inf], [0.0, 0.0, 0.0]], dtype=torch.float64), torch.tensor([1, 2])
-    torch.testing.assert_close(token_log_probs(logits, target), logits.log_softmax(-1)[[0, 1], target], **EXACT)
-    assert token_log_probs(logits, torch.tensor([2, 2]))[0] == -torch.inf
-
-
-def test_their_gradients_are_those_of_a_softmax():
-    logits, target = torch.randn(5, 7, dtype=torch.float64, requires_grad=True), torch.randint(6, (5, 3))
-    scale, forbidden = torch.randn(5, 3, dtype=torch.float64), torch.arange(7) == 6
-    masked = logits.masked_fill(forbidden, -torch.inf)
-    [expected] = torch.autograd.grad(((masked / 0.7).log_softmax(1).gather(1, target) * scale).sum(), logits, retain_graph=True)
-    [found] = torch.autograd.grad((token_log_probs(masked, target, 0.7) * scale).sum(), logits)
-    torch.testing.assert_close(found, expected, **EXACT)
 
 
 def test_scores_have_the_precision_of_the_model():

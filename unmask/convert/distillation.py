@@ -17,6 +17,7 @@ from unmask.diffusion.views import Views
 from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
+from unmask.models.kernels.log_softmax import at_least_float32
 
 MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
@@ -82,7 +83,7 @@ def predictions(
 
 def most_probable(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The log-probabilities of the most probable tokens, and the tokens, [N, K] each; the mask token is never among them."""
-    top = logits_NV.log_softmax(-1).topk(min(top_k, logits_NV.shape[1] - 1), dim=-1)
+    top = at_least_float32(logits_NV).log_softmax(-1).topk(min(top_k, logits_NV.shape[1] - 1), dim=-1)
     return top.values, top.indices
 
 

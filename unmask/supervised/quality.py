@@ -27,6 +27,7 @@ from unmask.generation.policies import weights
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
+from unmask.models.kernels.log_softmax import at_least_float32
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def fill_in(lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden
 
 def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
     """Tokens [N], drawn at temperature 1 with these uniform numbers."""
+    logits_NV = at_least_float32(logits_NV)
     return (draw_tokens(weights(logits_NV, logits_NV.amax(-1, keepdim=True)), uniform_N),)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import MethodType
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_graphs_of_weights_that_moved_are_forgotten():
     weight.data = weight.data.clone()
     sampler.generate(lm, [[4, 5, 6]], config)
     assert passes_of(lm) is not first
+
+
+def test_graphs_of_layers_that_were_replaced_are_forgotten():
+    lm = recorded(tiny("gpt2", "bidirectional"))
+    lm.model = copy.deepcopy(lm.model)
+    norm = lm.model.get_submodule("transformer.ln_f")
+    config = SamplerConfig(max_new_tokens=8, stop_at_eos=False)
+    sampler.generate(lm, [[4, 5, 6]], config)
+    first = passes_of(lm)
+    norm.forward = MethodType(type(norm).forward, norm)  # as Liger does it
+    sampler.generate(lm, [[4, 5, 6]], config)
+    second = passes_of(lm)
+    norm.forward = MethodType(type(norm).forward, norm)
+    sampler.generate(lm, [[4, 5, 6]], config)
+    assert second is not first and passes_of(lm) is second
 
 
 def test_at_most_a_quarter_more_rows_are_computed():

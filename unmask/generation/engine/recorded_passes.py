@@ -57,7 +57,7 @@ def num_rows(count: int) -> int:
 
 
 def check_graphs(*models: object) -> None:
-    """Forget the graphs of models whose weights are elsewhere now, or whose adapters are other ones.
+    """Forget the graphs of models whose weights are elsewhere now, whose adapters are other ones, or whose layers were replaced.
 
     Raises GenerationError where such a model is not on a GPU.
     """
@@ -73,8 +73,11 @@ def check_graphs(*models: object) -> None:
             for module in lm.model.modules()
             if hasattr(module, "merged_adapters")
         ]
-        if (known := _of_model.get(lm.model)) is None or known.made_for != (weights, adapters):
-            _of_model[lm.model] = RecordedPasses((weights, adapters))
+        forwards = [vars(module).get("forward") for module in lm.model.modules()]  # kernels are put there
+        replaced = [id(getattr(forward, "__func__", forward)) for forward in forwards]
+        made_for = weights, adapters, replaced
+        if (known := _of_model.get(lm.model)) is None or known.made_for != made_for:
+            _of_model[lm.model] = RecordedPasses(made_for)
 
 
 def passes_of(lm: DiffusionLM) -> RecordedPasses:

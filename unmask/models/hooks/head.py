@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from unmask.errors import ModelError
 from unmask.models.hooks.last_layer import hook_owner
 from unmask.models.kernels import fused_linear
+from unmask.models.kernels.log_softmax import LogSoftmaxAt
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once on a CPU. More rows are divided into chunks, whose logits are recomputed for the gradient."""
@@ -35,7 +35,8 @@ def logits_at_once(device: torch.device) -> int:
 class Reduction:
     """What is computed from each row of logits, `function(logits_NV, *rows, setting)`: tensors with one entry per row.
 
-    `function` is a function of a module: a compiled model is compiled again for another one.
+    `function` is a function of a module: a compiled model is compiled again for another one. The logits may be in 16 bits; those of
+    forbidden tokens are -inf, and their gradient must be 0.
     """
 
     function: Callable[..., tuple[Tensor, ...]]
@@ -172,11 +173,9 @@ class RowSelector:
         *rows: Tensor,
     ) -> tuple[Tensor, ...]:
         logits_NV = self.after(head.forward(hidden_ND))
-        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
-        forbidden_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool, device=logits_NV.device)
-        for token in forbidden:
-            forbidden_V[token] = True
-        return function(logits_NV.masked_fill(forbidden_V, -torch.inf), *rows, setting)
+        for token in forbidden:  # not by autograd, which would copy the gradient, where what has no probability has none
+            logits_NV.detach().select(1, token).fill_(-torch.inf)
+        return function(logits_NV, *rows, setting)
 
 
 class AfterHead:
@@ -198,30 +197,11 @@ class AfterHead:
 
 
 def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the target ids: [N], or [N, J] at J ids per row."""
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
+    """log softmax(logits / temperature) at the target ids: [N], or [N, J] at J ids per row; at least in float32."""
     target_NJ = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
-    return _LogSoftmaxAt.apply(logits_NV, target_NJ).view_as(target_N)
+    return LogSoftmaxAt.apply(logits_NV, target_NJ, temperature).view_as(target_N)
 
 
 def log_probs_at(logits_NV: Tensor, target_N: Tensor, temperature: float) -> tuple[Tensor]:
     """`token_log_probs`, for a `Reduction`."""
     return (token_log_probs(logits_NV, target_N, temperature),)
-
-
-class _LogSoftmaxAt(torch.autograd.Function):
-    """Cross-entropy whose gradient is computed in place, in one copy of the logits: autograd needs three."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_NJ: Tensor) -> Tensor:
-        norm_N1 = logits_NV.logsumexp(1, keepdim=True)
-        ctx.save_for_backward(logits_NV, target_NJ, norm_N1)
-        return logits_NV.gather(1, target_NJ) - norm_N1
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NJ: Tensor) -> tuple[Tensor, None]:
-        logits_NV, target_NJ, norm_N1 = ctx.saved_tensors
-        probability_NV = (logits_NV - norm_N1).exp_()
-        return probability_NV.mul_(-grad_NJ.sum(1, keepdim=True)).scatter_add_(1, target_NJ, grad_NJ), None

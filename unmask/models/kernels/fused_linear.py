@@ -47,7 +47,7 @@ def log_probs(head: Any, hidden_ND: Tensor, target_N: Tensor, forbidden: tuple[i
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
     forbidden_V = torch.zeros(len(head.weight), dtype=torch.bool, device=hidden_ND.device)
     for token in forbidden:  # one at a time: a GPU waits for a list
-        forbidden_V[token] = True
+        forbidden_V[token].fill_(True)
     bias_V = forbidden_V.new_zeros(len(head.weight), dtype=dtype) if head.bias is None else head.bias.to(dtype)
     bias_V = bias_V.masked_fill(forbidden_V, -torch.inf)
     no_class_weights, ignored, z_loss, smoothing, soft_cap, accumulated = None, -100, 0.0, 0.0, None, torch.float32
