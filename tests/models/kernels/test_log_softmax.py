@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +62,17 @@ def test_compiled_kernels_compute_the_same(dtype, temperature, monkeypatch):
     monkeypatch.setattr(log_softmax, "usable", lambda logits_NV: True)
     log_softmax._compiled.cache_clear()
     torch.testing.assert_close(found(logits_NV, target_N1, grad_N1, temperature), expected)
+
+
+def test_without_a_compiler_plain_operations_are_used(monkeypatch):
+    monkeypatch.setattr(log_softmax, "find_spec", lambda name: name)
+    monkeypatch.delenv("CC", raising=False)
+    on_gpu = SimpleNamespace(is_cuda=True)
+    for there in (True, False):
+        monkeypatch.setattr(log_softmax.shutil, "which", lambda name, there=there: name if there else None)
+        log_softmax.can_compile.cache_clear()
+        assert log_softmax.usable(on_gpu) == there
+    log_softmax.can_compile.cache_clear()
 
 
 @pytest.mark.gpu

@@ -7,8 +7,11 @@ Shapes: N rows, V vocabulary, J targets of a row.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -41,8 +44,14 @@ class LogSoftmaxAt(torch.autograd.Function):
 
 
 def usable(logits_NV: Tensor) -> bool:
-    """Whether the compiled kernels are used: on a GPU. A model that is compiled contains them already."""
-    return logits_NV.is_cuda and not torch.compiler.is_compiling()
+    """Whether the compiled kernels are used: on a GPU, where they can be made. A model that is compiled contains them already."""
+    return logits_NV.is_cuda and not torch.compiler.is_compiling() and can_compile()
+
+
+@cache
+def can_compile() -> bool:
+    """Whether Triton is there, and the C compiler that it calls; images of torch for running alone have none."""
+    return bool(find_spec("triton") and (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))))
 
 
 @cache
