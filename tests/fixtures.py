@@ -37,7 +37,7 @@ def debugging() -> Iterator[None]:
 def dynamo_as_it_was() -> Iterator[None]:
     """Of a test that compiles: neither its settings of torch nor its graphs are there for the next one."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True, specialize_float=False):
+    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True, specialize_float=False, recompile_limit=8):
         yield
     torch._dynamo.reset()
 

@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
+
+FINGERPRINT = "unmask_fingerprint"
+"""The attribute of a compiled model's first part that tells the model's configuration from others."""
+
+NEVER_READ = ("unmask", "_name_or_path", "_commit_hash", "transformers_version", "architectures")
+"""How names in a configuration start that no pass reads: where it comes from, and Unmask's own settings."""
+
+GRAPHS = 64
+"""Graphs of one class of models, of all configurations together; beyond them torch runs a model as it is."""
+
+OF_A_MODULE = r"self(\._modules\['[^']*'\])*\."
+OF_A_CONFIG = re.compile(rf"\b{OF_A_MODULE}config\b")
+OF_A_FINGERPRINT = re.compile(rf"{OF_A_MODULE}{FINGERPRINT}")
+"""In names of checks, which start at the module whose forward pass is compiled."""
 
 
 def compile_model(model: nn.Module, options: dict[str, Any]) -> None:
-    """Compile a model in place with these options of torch.compile, one graph for all lengths and numbers of rows. Without a mode it has
-    graphs of its own, which check less; `isolate_recompiles=False` shares graphs with equal models, as stages and references do."""
+    """Compile a model in place with these options of torch.compile, one graph for all lengths and numbers of rows. Models whose
+    configurations are equal now share their graphs, as stages and references do; later changes of the configuration are not seen."""
     torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
     torch._dynamo.config.specialize_float = True  # those of the layers are constants rather than inputs of every pass
-    plain = options.get("mode") is None  # torch takes a mode or options, not both
-    options = {"dynamic": True, "isolate_recompiles": plain} | options
-    if plain and options["isolate_recompiles"]:  # else a graph of a model with another configuration could pass the checks
+    torch._dynamo.config.recompile_limit = GRAPHS
+    tell_apart(model)
+    options = {"dynamic": True} | options
+    if options.get("mode") is None:  # torch takes a mode or options, not both
         options["options"] = {"guard_filter_fn": guards_to_check} | (options.get("options") or {})
     model.compile(**options)
 
 
+def tell_apart(model: nn.Module) -> None:
+    """Make a model's first part read the fingerprint of its configuration in each pass, so that torch checks it. Hooks of the model itself
+    are not part of what is compiled."""
+    if (part := next(model.children(), None)) is not None:
+        setattr(part, FINGERPRINT, fingerprint(model))
+        if read_fingerprint not in part._forward_pre_hooks.values():
+            part.register_forward_pre_hook(read_fingerprint)
+
+
+def read_fingerprint(part: nn.Module, args: tuple[Any, ...]) -> None:
+    """The hook. Torch checks what is compared."""
+    assert getattr(part, FINGERPRINT) != ""
+
+
 def guards_to_check(guards: Sequence[Any]) -> list[bool]:
-    """What is checked before each pass: all but the model's configuration, which stays as it is. It is a third of the checks, and the
-    slowest, as transformers reads settings in Python."""
-    return [".config" not in guard.name for guard in guards]
+    """What is checked before each pass: all but the model's configuration, for which its fingerprint stands. Its checks are the slowest,
+    as transformers reads settings in Python. Code that reads no fingerprint (after a graph break) checks everything."""
+    told_apart = any(OF_A_FINGERPRINT.fullmatch(guard.name) for guard in guards)
+    return [not (told_apart and OF_A_CONFIG.search(guard.name)) for guard in guards]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all settings that a pass can read in the configurations of a model and its modules."""
+    configs = {name: vars(module)["config"] for name, module in model.named_modules() if "config" in vars(module)}
+    described = {id(config): description(config) for config in configs.values()}
+    return hashlib.sha256(repr([(name, described[id(config)]) for name, config in configs.items()]).encode()).hexdigest()
+
+
+def description(value: Any) -> str:
+    """A configuration or a value in it, as text: the same for equal ones. Objects that do not say what they hold differ from all others."""
+    if isinstance(value, PretrainedConfig):
+        settings = {name: setting for name, setting in vars(value).items() if not name.startswith(NEVER_READ)}
+        return f"{type(value)} {description(settings)}"
+    if isinstance(value, Mapping):
+        return repr(sorted((repr(key), description(entry)) for key, entry in value.items()))
+    if isinstance(value, list | tuple):
+        return f"{type(value)} {[description(entry) for entry in value]}"
+    return repr(value)

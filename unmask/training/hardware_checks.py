@@ -141,7 +141,7 @@ def check_flash_attention(args: Any, model: TrainedModel) -> None:
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
     """Compile the model. Accelerate would compile a wrapper, which rollouts, log-probabilities and evaluation do not use."""
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
-    lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode, isolate_recompiles=False)
+    lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
 
 def is_split(lm: DiffusionLM) -> bool:
