@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from tests.helpers import partly_slow
 from unmask.models.compiled import compile_model, fingerprint, guards_to_check
 
 pytestmark = pytest.mark.usefixtures("dynamo_as_it_was")
@@ -58,7 +59,7 @@ def test_the_configuration_is_read_when_the_model_is_compiled_and_all_else_befor
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-@pytest.mark.parametrize("options", [{}, {"mode": "default"}, {"options": {}}, {"dynamic": None}], ids=str)
+@partly_slow("options", [{}, {"mode": "default"}, {"options": {}}, {"dynamic": None}], 0, 1, ids=str)
 def test_no_model_runs_a_graph_of_another_configuration(options, breaks):
     one, options = torch.ones(3), {"backend": "eager", **options}
     models = [compiled(options, scale, breaks=breaks) for scale in (2, 5)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import needs_cuda
+from tests.helpers import needs_cuda, partly_slow
 from unmask.models.hooks.head import token_log_probs
 from unmask.models.kernels import log_softmax
 
@@ -54,8 +54,8 @@ def test_logits_in_16_bits_count_as_float32(dtype, targets, temperature):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor uses it
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@partly_slow("dtype", [torch.float32, torch.bfloat16], 1)
+@partly_slow("temperature", [1.0, 0.7], 1)
 def test_compiled_kernels_compute_the_same(dtype, temperature, monkeypatch):
     logits_NV, target_N1, grad_N1 = rows(dtype, 1)
     expected = found(logits_NV, target_N1, grad_N1, temperature)
