@@ -72,6 +72,12 @@ def test_no_model_runs_a_graph_of_another_configuration(options, breaks):
     assert models[0](one).tolist() == [15] * 3
 
 
+def test_a_configuration_that_changes_before_the_first_pass_is_its_own_model_s_alone():
+    changed, other = (compiled({"backend": "eager"}) for _ in range(2))
+    changed.config.scale = 5
+    assert [model(torch.ones(3)).tolist() for model in (changed, other)] == [[15] * 3, [6] * 3]
+
+
 def test_equal_models_share_their_graphs_and_all_others_have_some():
     backend, one = Backend(), torch.ones(3)
     models = [compiled({"backend": backend}, scale) for scale in range(2, 14)]  # more than torch compiles by default
@@ -103,6 +109,7 @@ def test_the_fingerprint_is_of_all_that_a_pass_reads():
     assert len({of(), *(of(**settings) for settings in read)}) == 1 + len(read)
     same: list[dict[str, Any]] = [{}, {"unmask": {"attention": "causal"}}, {"unmask_history": [1]}, {"_name_or_path": "here"}]
     assert {of(**settings) for settings in same} == {of()}
+    assert of(dtype=torch.float32) == of(dtype="float32") != of(dtype="bfloat16")  # as a save leaves it
     assert of(rope_parameters={"a": 1, "b": 2}) == of(rope_parameters={"b": 2, "a": 1})
 
 
@@ -110,7 +117,7 @@ def test_options_of_ones_own_come_first():
     seen: list[Any] = []
 
     def all_of_them(guards: Any) -> list[bool]:
-        seen.extend(guards_to_check(guards))
+        seen.extend(guards_to_check(model, guards))
         return [True] * len(guards)
 
     model, one = compiled({"backend": "eager", "options": {"guard_filter_fn": all_of_them}}), torch.ones(3)

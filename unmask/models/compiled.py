@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ NEVER_READ = ("unmask", "_name_or_path", "_commit_hash", "transformers_version",
 """How names in a configuration start that no pass reads: where it comes from, and Unmask's own settings."""
 
 GRAPHS = 64
-"""Graphs of one class of models, of all configurations together; beyond them torch runs a model as it is."""
+"""Graphs of models whose forward passes share a wrapper of transformers, of all configurations together; beyond them torch runs a model
+as it is."""
 
 OF_A_MODULE = r"self(\._modules\['[^']*'\])*\."
 OF_A_CONFIG = re.compile(rf"\b{OF_A_MODULE}config\b")
@@ -31,11 +33,11 @@ def compile_model(model: nn.Module, options: dict[str, Any]) -> None:
     configurations are equal now share their graphs, as stages and references do; later changes of the configuration are not seen."""
     torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
     torch._dynamo.config.specialize_float = True  # those of the layers are constants rather than inputs of every pass
-    torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     tell_apart(model)
     options = {"dynamic": True} | options
     if options.get("mode") is None:  # torch takes a mode or options, not both
-        options["options"] = {"guard_filter_fn": guards_to_check} | (options.get("options") or {})
+        options["options"] = {"guard_filter_fn": partial(guards_to_check, model)} | (options.get("options") or {})
     model.compile(**options)
 
 
@@ -53,10 +55,11 @@ def read_fingerprint(part: nn.Module, args: tuple[Any, ...]) -> None:
     getattr(part, FINGERPRINT).isascii()
 
 
-def guards_to_check(guards: Sequence[Any]) -> list[bool]:
+def guards_to_check(model: nn.Module, guards: Sequence[Any]) -> list[bool]:
     """What is checked before each pass: all but the model's configuration, for which its fingerprint stands. Its checks are the slowest,
-    as transformers reads settings in Python. Code that reads no fingerprint (after a graph break) checks everything."""
-    told_apart = any(OF_A_FINGERPRINT.fullmatch(guard.name) for guard in guards)
+    as transformers reads settings in Python. Code that reads no fingerprint (after a graph break), or one that is no longer true (the
+    configuration changed before the first pass), checks everything."""
+    told_apart = any(OF_A_FINGERPRINT.fullmatch(guard.name) and guard.value == fingerprint(model) for guard in guards)
     return [not (told_apart and OF_A_CONFIG.search(guard.name)) for guard in guards]
 
 
@@ -72,6 +75,8 @@ def description(value: Any) -> str:
     if isinstance(value, PretrainedConfig):
         settings = {name: setting for name, setting in vars(value).items() if not name.startswith(NEVER_READ)}
         return f"{type(value)} {description(settings)}"
+    if isinstance(value, torch.dtype):
+        return repr(str(value).removeprefix("torch."))  # as a configuration is saved
     if isinstance(value, Mapping):
         return repr(sorted((repr(key), description(entry)) for key, entry in value.items()))
     if isinstance(value, list | tuple):

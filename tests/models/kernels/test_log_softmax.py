@@ -58,21 +58,29 @@ def test_logits_in_16_bits_count_as_float32(dtype, targets, temperature):
 @partly_slow("temperature", [1.0, 0.7], 1)
 def test_compiled_kernels_compute_the_same(dtype, temperature, monkeypatch):
     logits_NV, target_N1, grad_N1 = rows(dtype, 1)
-    expected = found(logits_NV, target_N1, grad_N1, temperature)
+    expected, compiled, compile_one = found(logits_NV, target_N1, grad_N1, temperature), [], log_softmax._compiled
     monkeypatch.setattr(log_softmax, "usable", lambda logits_NV: True)
-    log_softmax._compiled.cache_clear()
+    monkeypatch.setattr(log_softmax, "_compiled", lambda function: compiled.append(function) or compile_one(function))
     torch.testing.assert_close(found(logits_NV, target_N1, grad_N1, temperature), expected)
+    assert compiled == [log_softmax.norm, log_softmax.gradient_at_one]
+    assert all(hasattr(compile_one(function), "get_compiler_config") for function in compiled)
 
 
-def test_without_a_compiler_plain_operations_are_used(monkeypatch):
-    monkeypatch.setattr(log_softmax, "find_spec", lambda name: name)
-    monkeypatch.delenv("CC", raising=False)
-    on_gpu = SimpleNamespace(is_cuda=True)
-    for there in (True, False):
-        monkeypatch.setattr(log_softmax.shutil, "which", lambda name, there=there: name if there else None)
-        log_softmax.can_compile.cache_clear()
-        assert log_softmax.usable(on_gpu) == there
+@pytest.fixture
+def asked_again():
     log_softmax.can_compile.cache_clear()
+    yield
+    log_softmax.can_compile.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["", "triton", "gcc", "Python.h"])
+def test_without_a_compiler_plain_operations_are_used(missing, monkeypatch, tmp_path, asked_again):
+    (tmp_path / "Python.h").write_text("")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(log_softmax, "has_triton", lambda: missing != "triton")
+    monkeypatch.setattr(log_softmax.shutil, "which", lambda name: name if name == "gcc" and missing != "gcc" else None)
+    monkeypatch.setattr(log_softmax.sysconfig, "get_path", lambda name: tmp_path / ("nowhere" if missing == "Python.h" else ""))
+    assert log_softmax.usable(SimpleNamespace(is_cuda=True)) == (not missing)
 
 
 @pytest.mark.gpu

@@ -9,12 +9,12 @@ Shapes: B sequences of a pass, Q queries, N rows of logits, V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +74,7 @@ def check_graphs(*models: object) -> None:
             if hasattr(module, "merged_adapters")
         ]
         forwards = [vars(module).get("forward") for module in lm.model.modules()]  # kernels are put there
-        replaced = [id(getattr(forward, "__func__", forward)) for forward in forwards]
+        replaced = [forward and weakref.ref(getattr(forward, "__func__", forward)) for forward in forwards]
         made_for = weights, adapters, replaced
         if (known := _of_model.get(lm.model)) is None or known.made_for != made_for:
             _of_model[lm.model] = RecordedPasses(made_for)
@@ -233,4 +233,4 @@ def _key(lm: DiffusionLM, inputs: ForwardInputs, cache: SlotCache | None) -> Has
     return num_rows(len(inputs.index_N)), shapes, lm.never_predicted, memory
 
 
-_of_model: WeakKeyDictionary[nn.Module, RecordedPasses] = WeakKeyDictionary()
+_of_model: weakref.WeakKeyDictionary[nn.Module, RecordedPasses] = weakref.WeakKeyDictionary()

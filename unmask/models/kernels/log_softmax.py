@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import sysconfig
 from collections.abc import Callable
 from functools import cache
-from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils._triton import has_triton
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -29,7 +31,7 @@ class LogSoftmaxAt(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_NJ: Tensor, temperature: float) -> Tensor:
-        norm_N1 = (_compiled(norm) if usable(logits_NV) else norm)(logits_NV, temperature)
+        norm_N1 = (_compiled(norm) if usable(logits_NV) else norm)(logits_NV.detach(), temperature)  # one kernel with and without gradient
         ctx.save_for_backward(logits_NV, target_NJ, norm_N1)
         ctx.temperature = temperature
         return scaled(logits_NV.gather(1, target_NJ), temperature) - norm_N1
@@ -50,13 +52,15 @@ def usable(logits_NV: Tensor) -> bool:
 
 @cache
 def can_compile() -> bool:
-    """Whether Triton is there, and the C compiler that it calls; images of torch for running alone have none."""
-    return bool(find_spec("triton") and (os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))))
+    """Whether Triton is there, and the C compiler and header that it needs; images of torch for running alone have none."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return has_triton() and bool(compiler) and Path(sysconfig.get_path("include"), "Python.h").exists()
 
 
 @cache
 def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(function, dynamic=True)
+    """The kernel of a function. It adds in the same order for every number of rows, and in every process."""
+    return torch.compile(function, dynamic=True, options={"split_reductions": False, "dynamic_scale_rblock": False})
 
 
 def scaled(logits_NV: Tensor, temperature: float) -> Tensor:
