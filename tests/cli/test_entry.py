@@ -514,7 +514,7 @@ BARE = [
     (["--bf16", "training.beta=1", "--no_use_cpu"], ["training.bf16=true", "training.beta=1", "training.use_cpu=false"]),
     (["--temperature", "0.5", "--max-steps", "-1"], ["PLACE.temperature=0.5", "training.max_steps=-1"]),
     (["--sampler.top-k", "3", "--lora.r=2"], ["sampler.top_k=3", "lora.r=2"]),
-    (["--seed", "1", "training.seed=2"], ["training.seed=2"]),
+    (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),
     (["training.seed=2", "--seed", "1"], ["training.seed=1"]),
     (["--optim_args", "a=b,c=d", "--dataloader_num_workers=1"], ["training.optim_args=a=b,c=d", "training.dataloader_num_workers=1"]),
 ]

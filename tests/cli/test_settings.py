@@ -6,10 +6,12 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from unmask.cli import app
-from unmask.cli.settings import groups_of_help
+from unmask.cli.settings import as_lines, groups_of_help
 from unmask.commands.settings.listing import settings_of_verb
 from unmask.commands.verbs import VERBS
 
@@ -25,8 +27,7 @@ def test_help_shows_the_settings_of_the_verb_and_where_the_others_are(verb: str)
     names = [name for rows in groups.values() for name, *_ in rows]
     known = {setting.key for setting in settings_of_verb(verb)}
     assert {name if name in known else f"training.{name}" for name in names} <= known and len(names) == len(set(names))
-    lines = [line.strip("│ ").split("  ") for line in result.stdout.splitlines()]
-    shown = {words[0] for words in lines}
+    shown = {line.strip().split("  ")[0] for line in result.stdout.splitlines()}
     assert set(names) <= shown and {"sampler.steps", "lora.r", "data.max_rows", "model.path"} <= shown
     assert "weight_decay" not in result.stdout and f"unmask config {verb}" in result.stdout
     assert {"memory and speed", "data", "model", "sampler", "lora"} <= groups.keys()
@@ -44,6 +45,13 @@ def test_config_lists_all_settings_one_a_line() -> None:
     assert [line.split()[0] for line in lines] == [setting.key for setting in settings_of_verb("sft")]
     [line] = [line for line in lines if line.startswith("training.weight_decay ")]
     assert line.split()[1:3] == ["float", "0.0"] and "Weight decay" in line
+
+
+@given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=50), st.just("int"), st.text("cd ", max_size=99)), min_size=1))
+def test_lines_hold_every_cell_and_no_line_is_too_long(rows: list[tuple[str, str, str]]) -> None:
+    lines = list(as_lines(rows, 80))
+    assert all(len(line) <= 80 for line in lines)
+    assert "".join("".join(lines).split()) == "".join("".join("".join(row) for row in rows).split())
 
 
 def test_config_finds_settings_and_prints_json() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
-from collections.abc import Iterable, Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from unmask.config.listing import settings_of
 from unmask.config.run import RunConfig
@@ -26,34 +24,36 @@ configs would import torch. `scripts/own_settings.py` writes the file."""
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""
 IN_PIPE = 10_000
-"""The width of a table that is not for a terminal, so that each setting is one line."""
+"""The width of lines that are not for a terminal, so that each setting is one."""
+MIN_TEXT = 30
+"""The least width of descriptions beside other columns."""
 MAX_CELL = 32
-"""Characters of a type or a default in a table."""
+"""Characters of a type or a default."""
 
 
-def grid(rows: Iterable[Sequence[str]]) -> Table:
-    """A table without lines, whose last column takes the width that is left."""
-    table = Table.grid(padding=(0, 2))
-    for row in rows:
-        *words, text = row
-        if not table.columns:
-            table.add_column(no_wrap=True)
-            for _ in row[2:]:
-                table.add_column(overflow="fold")
-            table.add_column(ratio=1, overflow="fold")
-        shortened = [word if len(word) <= MAX_CELL else f"{word[: MAX_CELL - 3]}..." for word in words[1:]]
-        table.add_row(*map(Text, [words[0], *shortened, text]))
-    return table
+def as_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Rows in columns. The last one, of descriptions, is wrapped; if there is no room for it, it is on lines of its own."""
+    cells = [[name, *(word if len(word) <= MAX_CELL else f"{word[: MAX_CELL - 3]}..." for word in words)] for name, *words, _ in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row, (*_, text) in zip(cells, rows, strict=True):
+        head = "".join(cell.ljust(room + 2) for cell, room in zip(row, widths, strict=True))
+        beside = width - len(head) >= MIN_TEXT
+        indent = " " * (len(head) if beside else 4)
+        wrapped = textwrap.wrap(text, width, initial_indent=head if beside else indent, subsequent_indent=indent, break_on_hyphens=False)
+        if not beside or not wrapped:
+            yield head.rstrip()
+        yield from wrapped
 
 
 def show_help(verb: str) -> None:
-    """Print the verb's own settings, in panels."""
-    console, flag = Console(), "--max-length 256"
-    console.print(Text(f" Settings: `{flag}`, `max_length=256` and `training.max_length=256` mean the same.\n", end=""))
+    """Print the verb's own settings, in groups."""
+    width = shutil.get_terminal_size().columns
+    typer.echo(" `--max-length 256`, `max_length=256` and `training.max_length=256` set the same.")
     for title, rows in groups_of_help(verb).items():
-        console.print(Panel(grid(rows), title=Text(title), title_align="left", border_style="dim"))
-    more = f" `unmask config {verb}` lists all, also those of transformers.TrainingArguments; `unmask config {verb} rate` searches them.\n"
-    console.print(Text(more))
+        typer.secho(f"\n {title}", bold=True)
+        for line in as_lines(rows, width - 1):
+            typer.echo(f" {line}")
+    typer.echo(f"\n `unmask config {verb}` lists all settings, also those of transformers.TrainingArguments.\n")
 
 
 def groups_of_help(verb: str) -> dict[str, list[tuple[str, str, str]]]:
@@ -91,10 +91,9 @@ def config(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(setting) for setting in found]))
     else:
-        console = Console(width=None if sys.stdout.isatty() else IN_PIPE)
-        with console.capture() as captured:
-            console.print(grid((setting.key, setting.type, setting.shown_default, setting.summary) for setting in found))
-        typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else IN_PIPE
+        for line in as_lines([(setting.key, setting.type, setting.shown_default, setting.summary) for setting in found], width):
+            typer.echo(line)
     if not found:
         near = " or ".join(near_keys(str(pattern), settings))
         remedy = f"Did you mean {near}?" if near else "Leave the pattern out to list all."

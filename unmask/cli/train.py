@@ -62,7 +62,7 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
     Raises:
         ConfigError: an option is none of the verb and no setting, or a setting has no value.
     """
-    options, settings, words = list[str](), list[str](), deque(args)
+    options, settings, words = list[str](), list[str](), deque(word for word in args if word != "--")
 
     @cache
     def names() -> BareNames:
@@ -79,7 +79,7 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
             options.append(f"{option}{equals}{value}")
             if words and not equals and not is_flag[option]:
                 options.append(words.popleft())
-        elif word.startswith("--") and word != "--":
+        elif word.startswith("--"):
             settings.append(names().read_option(word, words))
             keys = names().keys
         elif word.startswith("-"):
