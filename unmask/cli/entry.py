@@ -75,7 +75,6 @@ app = typer.Typer(
     help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
     epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(sandbox, name="sandbox")
