@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.chat import chat
 from unmask.cli.compare import compare
+from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
 from unmask.cli.serve import serve
@@ -317,3 +318,6 @@ def demo(
     from unmask.demo import run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite)
+
+
+app.command(epilog="Example: unmask doctor > doctor.txt")(doctor)
