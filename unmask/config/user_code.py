@@ -110,7 +110,7 @@ def load_module(source: str, target: str | None = None) -> ModuleType:
     Raises:
         ConfigError: there is none, or it raises; with the line.
     """
-    path, where = Path(source), target or source
+    path, where, remedy = Path(source), target or source, FORMS if target else "Give package.module or path/to/file.py"
     if source.endswith(".py") and not path.is_file():
         raise ConfigError("there is no such file", where=where, remedy=f"Give its path from the current folder, {Path.cwd()}")
     try:
@@ -120,7 +120,7 @@ def load_module(source: str, target: str | None = None) -> ModuleType:
             return importlib.import_module(source)
     except (Exception, SystemExit) as error:  # user code
         what = f"cannot be imported ({type(error).__name__}: {error}{_line_of(error)})"
-        raise ConfigError(what, where=where, remedy=_way_out(source, error)) from error
+        raise ConfigError(what, where=where, remedy=_way_out(source, error) or remedy) from error
 
 
 @functools.cache
@@ -149,11 +149,11 @@ def _imports(filename: str) -> bool:
     return filename in (__file__, importlib.__file__) or filename.startswith("<frozen ")
 
 
-def _way_out(source: str, error: BaseException) -> str:
-    """The remedy for a module that cannot be imported."""
+def _way_out(source: str, error: BaseException) -> str | None:
+    """The remedy for a module that was found, but cannot be imported."""
     folder = Path(source).parent.resolve() if source.endswith(".py") else Path.cwd()
     missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if missing and ((folder / missing).is_dir() or (folder / f"{missing}.py").is_file()):
         path = shlex.quote(str(folder))
         return f"To import {missing} from beside it, set PYTHONPATH={path}, or make both a package and give package.module:NAME"
-    return "Correct it" if _line_of(error) or isinstance(error, SyntaxError) else FORMS
+    return "Correct it" if _line_of(error) or isinstance(error, SyntaxError) else None

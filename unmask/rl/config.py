@@ -206,9 +206,10 @@ class GRPOConfig(TrainingConfig):
     def _read_method_settings(self, method: type[Method]) -> dict[str, Any] | None:
         """The settings that are no keys of this class, with the method's defaults; None if it has none."""
         given, keys = self.method_settings or {}, {field.name for field in fields(self)}
-        for name in given.keys() & keys:
-            raise ConfigError("is a setting of its own", where=f"method_settings.{name}", remedy=f"Set {name} itself")
         own = {name: default for name, default in settings_of(method).items() if name not in keys}
+        for name in given.keys() - own.keys():
+            remedy = f"Set {name} itself" if name in keys else did_you_mean(name, own) if own else "Leave it out"
+            raise ConfigError(f"is no setting that only {method.name} has", where=f"method_settings.{name}", remedy=remedy)
         return own | checked_fields(method, given, "method_settings") or None
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
