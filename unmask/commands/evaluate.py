@@ -60,7 +60,7 @@ class Part(NamedTuple):
         return part
 
 
-OF_PROBLEMS = ("rows_sha256", "task_code")
+OF_PROBLEMS = ("rows_sha256", "task_sha256")
 """The parts of a protocol that the options do not say."""
 Section = TypeVar("Section", bound=Config)
 Harness = Callable[[], ModuleType]

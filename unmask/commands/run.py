@@ -51,7 +51,8 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     """
     entry = VERBS[verb]
     task = task_of(config)
-    defaults: dict[str, Any] = {entry.canvas: task.max_completion} if task and entry.canvas and config.data.style == "plain" else {}
+    length = task.max_completion if task and config.data.style == "plain" else None
+    defaults: dict[str, Any] = {entry.canvas: length} if entry.canvas and length else {}
     defaults |= entry.config_class.data_defaults(config.data, config.data.task)
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data, task)}
     fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run

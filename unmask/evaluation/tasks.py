@@ -120,7 +120,7 @@ def protocol_of(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
         "rows_sha256": rows_fingerprint(rows),
         "attempts": attempts,
         "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY),
-        **({"task_code": code} if code else {}),
+        **({"task_sha256": code["sha256"]} if code else {}),
     }
 
 

@@ -241,9 +241,10 @@ def _load_task(target: str) -> Task:
 
 
 def as_puzzle(task: Task) -> Puzzle:
-    """The task as a `Puzzle`. ConfigError if it does not generate problems."""
+    """The task as a `Puzzle`. ConfigError if it does not generate problems with wrong answers."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a dataset on the hub")
+        remedy = "Use a task that is a Puzzle (docs/tasks.md), or for preferences a file of them"
+        raise ConfigError(f"{task.name} generates no problems with wrong answers", where="task", remedy=remedy)
     return task
 
 
