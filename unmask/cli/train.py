@@ -22,7 +22,7 @@ from typer.core import TyperCommand
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
-from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import for_stdout, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
@@ -141,7 +141,9 @@ def train(
     mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data or generates its own.")] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A task, which reads the data or generates its own: a name, or file.py:NAME.")
+    ] = None,
     accept_unsandboxed: Unsandboxed = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
     resume: Annotated[
@@ -166,6 +168,7 @@ def train(
     older, files = older_layers(os.environ, verb), config or []
     given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS]}
     layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, **given)
+    import_modules(layers)
     if mode or recipes:
         from unmask.commands.settings.modes import adapt_recipes
 

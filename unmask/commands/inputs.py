@@ -15,7 +15,7 @@ from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load, pattern_settings
 from unmask.models.model_files import read_config
-from unmask.tasks import Puzzle, Row, Task, get_task
+from unmask.tasks import Row, Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
 
@@ -36,7 +36,7 @@ def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
 
 def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     """Held-out problems: from `data.eval`, or generated; none for a task that cannot generate."""
-    if not (isinstance(task, Puzzle) or data.eval):
+    if task.needs_data and not data.eval:
         return []
     return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 

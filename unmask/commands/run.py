@@ -31,6 +31,7 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
+from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
@@ -51,18 +52,19 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     """
     entry = VERBS[verb]
     task = task_of(config)
-    defaults: dict[str, Any] = {entry.canvas: task.max_completion} if task and entry.canvas and config.data.style == "plain" else {}
+    length = task.max_completion if task and config.data.style == "plain" else None
+    defaults: dict[str, Any] = {entry.canvas: length} if entry.canvas and length else {}
     defaults |= entry.config_class.data_defaults(config.data, config.data.task)
-    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
+    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data, task)}
     fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
     args = build_training_args(entry.config_class, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
     return args
 
 
-def data_name(data: DataConfig) -> str | None:
-    """The name of the data in a model card: names on the hub, or file names without their folders."""
-    sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
+def data_name(data: DataConfig, task: Task | None = None) -> str | None:
+    """The name of the data in a model card: names on the hub, file names without their folders, or the name of the task."""
+    sources = [data.train or (task and task.name)] if not isinstance(data.train, list) else [source.path for source in data.train]
     return ", ".join(without_folder(source) for source in sources if source) or None
 
 

@@ -27,6 +27,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
+from unmask.training.resume.fingerprints import code_fingerprint
 
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""
@@ -41,7 +42,7 @@ class TaskResult:
     task: str
     items: list[Item]  # in the order of the rows
     of_texts: TextScores = field(default_factory=TextScores)  # overlap with reference texts, diversity, perplexity, if requested
-    protocol: dict[str, Any] = field(default_factory=dict)  # what the completions depend on beside the model
+    protocol: dict[str, Any] = field(default_factory=dict)  # what the scores depend on beside the model
     knows_split: bool = False  # whether the model was trained on the training split of this task, so that the rest is unseen
 
     @property
@@ -111,13 +112,15 @@ def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
     return sampler
 
 
-def protocol_of(rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
-    """What the completions depend on beside the model: the rows with their prompts, the sampler, the attempts."""
+def protocol_of(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
+    """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the code of a user's task."""
+    code = code_fingerprint(task)
     return {
         "rows": len(rows),
         "rows_sha256": rows_fingerprint(rows),
         "attempts": attempts,
         "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY),
+        **({"task_sha256": code["sha256"]} if code else {}),
     }
 
 
@@ -185,7 +188,7 @@ def evaluate_task(
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
     of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+    return TaskResult(task.name, items, of_texts, protocol_of(task, rows, sampler, attempts), knows_split=_trained_on(lm, task))
 
 
 def _text_scores(

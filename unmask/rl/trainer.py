@@ -39,6 +39,7 @@ from unmask.training.checkpoints import steps_done
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
+from unmask.training.resume.fingerprints import code_fingerprint
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -102,7 +103,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     def inputs(self) -> dict[str, Any]:
         masking = None if self.masking is None else type(self.masking).__name__
-        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking}
+        code = code_fingerprint(self.method)
+        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking, "method_code": code}
 
     # Methods to override.
 
