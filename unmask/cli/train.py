@@ -131,6 +131,14 @@ Unsandboxed = Annotated[
 ]
 
 
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="train:SIZE|PATH", help="pretrain from scratch: train a tokenizer of SIZE tokens on the data, or take another one."
+    ),
+]
+
+
 def train(
     ctx: typer.Context,
     overrides: Annotated[
@@ -140,6 +148,7 @@ def train(
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
     mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
+    tokenizer: Tokenizer = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
     task: Annotated[
         str | None, typer.Option(metavar="NAME", help="A task, which reads the data or generates its own: a name, or file.py:NAME.")
@@ -163,7 +172,8 @@ def train(
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
-    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
+    flags: dict[str, Any] = {"model.path": model, "model.tokenizer": tokenizer, "data.train": data, "data.task": task}
+    flags |= {"output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     older, files = older_layers(os.environ, verb), config or []
     given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS]}

@@ -175,7 +175,8 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     bound_memory(config.hardware, args.device)
     task = task_of(config)
     train, held_out = read_data(config, entry, task, args)
-    lm = load_or_initialise(config)
+    with naming_files(config.data):
+        lm = load_or_initialise(config, train, args)
     if config.data.chat_template is not None:
         lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:

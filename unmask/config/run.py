@@ -36,6 +36,9 @@ AttentionName = Literal["causal", "block_causal", "bidirectional"]
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
 OF_RUN = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
 """The checkpoints of a run, and the stages of a conversion, by their paths in its output folder."""
+OF_NEW_MODELS = ("from_scratch", "tokenizer")
+"""The settings of a model that only pre-training from scratch reads."""
+TRAIN = "train:"
 LOCK_FILE = ".lock"
 """The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
 
@@ -59,6 +62,9 @@ class ModelConfig(Config):
     """The branch, tag or commit of a hub model; pin it for runs that must be repeatable."""
     from_scratch: bool = False
     """Pre-training: take only the architecture and the tokenizer from `path`, and start from random weights."""
+    tokenizer: Annotated[str | None, NEUTRAL] = None
+    """The tokenizer of a model from scratch: train:SIZE, one of SIZE tokens that is trained on the training data; a folder or a hub name;
+    unset: that of `path`."""
     trust_remote_code: Annotated[bool, NEUTRAL] = False
     """Whether to run Python code from the model's hub repository; for the command line only, a file may not set it."""
     device_map: Annotated[Literal["balanced"] | None, NEUTRAL] = None
@@ -73,7 +79,19 @@ class ModelConfig(Config):
 
     def load_arguments(self) -> dict[str, Any]:
         """The arguments of `unmask.load`, besides the path."""
-        return self.model_dump(exclude={"path", "from_scratch"})
+        return self.model_dump(exclude={"path", *OF_NEW_MODELS})
+
+    @pydantic.field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, value: str | None) -> str | None:
+        if value is not None and value.startswith(TRAIN) and not value.removeprefix(TRAIN).isdecimal():
+            raise ConfigError(f"{value!r} has no size", remedy=f"Give a number of tokens, as in {TRAIN}8000")
+        return value
+
+    @property
+    def tokenizer_size(self) -> int | None:
+        """The size of the tokenizer to train; None: none is trained."""
+        return int(self.tokenizer.removeprefix(TRAIN)) if self.tokenizer and self.tokenizer.startswith(TRAIN) else None
 
 
 class DataSource(Config):

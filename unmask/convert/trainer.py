@@ -383,5 +383,5 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
         limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
-        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where), ends=lm.eos_token_ids)
+        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where, max_unknown=args.max_unknown), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)
