@@ -15,8 +15,7 @@ from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, a
 from unmask.rl.methods.masking import weighed
 from unmask.rl.rollout import Rollout, learnable
 from unmask.tensor_checks import check_tensors
-
-Chunk = tuple[slice, slice]  # rows and views
+from unmask.training.per_view_backward import Chunk
 
 
 def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: Draw) -> Views:
