@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unmask.config.user_code import load_class, naming_setting
+from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, did_you_mean
 from unmask.models.hooks.head import flat_indices
@@ -48,7 +49,7 @@ class LossInputs:
 
     def of_tokens(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views [B, T]."""
-        return (self.views.weight_BMT * log_prob_BMT).sum(1)
+        return sum_over_views(log_prob_BMT, self.views)
 
     def of_sequences(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views and tokens [B, 1]."""
