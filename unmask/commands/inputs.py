@@ -34,6 +34,11 @@ def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
     return task, pose(task, problems, config.data.style) if task and problems else []
 
 
+def evaluates(config: RunConfig) -> bool:
+    """Whether there are held-out problems, on which the trained model is evaluated."""
+    return bool(config.data.task) and bool(config.data.eval or isinstance(task_of(config), Puzzle))
+
+
 def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     """Held-out problems: from `data.eval`, or generated; none for a task that cannot generate."""
     if not (isinstance(task, Puzzle) or data.eval):
