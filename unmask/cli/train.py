@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from typer.core import TyperCommand
 from unmask.cli.retention import import_harness, show_retention
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
-from unmask.console import for_stdout, show_table
+from unmask.console import for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
 
@@ -142,12 +143,22 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
     from unmask.training.durable.lost_process import ending_with_others
 
+    started = time.monotonic()
     with ending_with_others(Path(settings.output_dir)):
         from unmask.commands.run import run_verb
 
         retention = run_verb(verb, settings, resume, import_harness)
         if retention is not None:
             show_retention(retention, f"what {verb} kept of {settings.model.path}")
+    if is_first_process():
+        show_summary(verb, settings, time.monotonic() - started)
+
+
+def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
+    from unmask.commands.summary import next_command, summarise
+
+    show_table(summarise(verb, settings, seconds), f"{verb}: finished")
+    typer.echo(for_stdout(f"next: {next_command(verb, settings)}"))
 
 
 def enable_debug_output(ctx: typer.Context) -> None:
