@@ -108,8 +108,9 @@ class Demo:
         with progress.phase(name) as phase:
             train(phase)
             self.lm.save(self.output / name)
-        with progress.phase(f"{name}: evaluate"):
-            result = evaluate_task(self.lm, self.task, self.test)
+        with progress.phase(f"{name}: evaluate") as phase:
+            result = evaluate_task(self.lm, self.task, self.test, progress=phase)
+            phase.update(1.0, solved=result.metrics["solved"].mean)
         write_result_of_run(self.output / name, self.lm, self.output / name, result)
         self.runs.append(read_run(self.output / name, name, len(self.runs), description=description))
 

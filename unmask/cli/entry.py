@@ -31,6 +31,7 @@ from unmask.cli.compare import compare
 from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
@@ -83,10 +84,8 @@ app.add_typer(sandbox, name="sandbox")
 
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Unmask has its own progress display
-    # In every run bitsandbytes warns of a missing CPU kernel, torchao of kernels for other machines, and torch of torchao.
-    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    if not debugging(sys.argv):
+        silence_libraries()
     warnings.formatwarning = _format_warning
     logging.setLogRecordFactory(_Record)
     with contextlib.ExitStack() as stack:
@@ -116,7 +115,9 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def common(
     ctx: typer.Context,
-    debug: Annotated[bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error, and what libraries print and warn of.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     ctx.obj = debug  # read by Commands.invoke
@@ -318,6 +319,7 @@ def demo(
     from unmask.demo import run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite)
+    typer.echo(for_stdout(f"{output / 'report.html'}: open it in a browser"))
 
 
 app.command(epilog="Example: unmask doctor > doctor.txt")(doctor)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -23,7 +24,7 @@ from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
-from unmask.console import for_stdout, show_table
+from unmask.console import for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
 
@@ -175,9 +176,8 @@ def train(
     flags: dict[str, Any] = {"model.path": model, "model.tokenizer": tokenizer, "data.train": data, "data.task": task}
     flags |= {"output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    older, files = older_layers(os.environ, verb), config or []
-    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS]}
-    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, **given)
+    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS], "older": older_layers(os.environ, verb)}
+    layers = read_layers(recipes=recipes, config_files=config or [], environ=os.environ, **given)
     import_modules(layers)
     if mode or recipes:
         from unmask.commands.settings.modes import adapt_recipes
@@ -207,12 +207,22 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
     from unmask.training.durable.lost_process import ending_with_others
 
+    started = time.monotonic()
     with ending_with_others(Path(settings.output_dir)):
         from unmask.commands.run import run_verb
 
         retention = run_verb(verb, settings, resume, import_harness)
         if retention is not None:
             show_retention(retention, f"what {verb} kept of {settings.model.path}")
+    if is_first_process():
+        show_summary(verb, settings, time.monotonic() - started)
+
+
+def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
+    from unmask.commands.summary import next_command, summarise
+
+    show_table(summarise(verb, settings, seconds), f"{verb}: finished")
+    typer.echo(for_stdout(f"next: {next_command(verb, settings)}"))
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +20,7 @@ from unmask.commands.processes import ALONE, Processes
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
+from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
@@ -63,6 +66,9 @@ class Part(NamedTuple):
 OF_PROBLEMS = ("rows_sha256", "task_sha256")
 """The parts of a protocol that the options do not say."""
 Section = TypeVar("Section", bound=Config)
+Measure = Callable[[Phase], list[TaskScores]]
+"""Measures one or more tasks, and updates the phase."""
+LM_EVAL = "lm-eval"
 Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 
@@ -129,15 +135,15 @@ def _evaluate(
     processes.wait()  # before one of them writes the output
     log = processes.log(output, whole) if output is not None and (parts or documents) else None
     scores, seconds = dict[str, TaskScores](), dict[str, float]()
-    for name, part in parts.items():
-        with _timed(scores, seconds):
-            scores[name] = _scores(lm, name, part, log, judge)
+    measures: dict[str, Measure] = {name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()}
     if documents:
-        with _timed(scores, seconds):
-            scores[LIKELIHOOD] = documents.measure(lm, log)
+        measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
     if harness is not None and evaluation.lm_eval:
-        with _timed(scores, seconds):
-            scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler, output)}
+        measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
+    with Progress([(name, 1.0) for name in measures], stream=None if processes.rank == 0 else io.StringIO()) as progress:
+        for name, measure in measures.items():
+            with progress.phase(name) as phase, _timed(scores, seconds):
+                scores |= {found.task if name == LM_EVAL else name: found for found in measure(phase)}
     times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
     tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
     result = EvaluationResult(model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times)
@@ -285,19 +291,19 @@ def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, samp
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
-def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None) -> TaskScores:
+def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
     evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
-    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], **options)
+    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(part.source or "generated")
     more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
     scores = result.to_scores(**more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
-    return with_speed(scores)
+    return [with_speed(scores)]
 
 
 def _of_harness(
-    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None
+    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None, phase: Phase
 ) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
@@ -312,6 +318,7 @@ def _of_harness(
         protocol=evaluation.protocol,
         strict=not (evaluation.task or evaluation.likelihood),
         use_cache=None if output is None else str(answers_beside(output)),
+        progress=phase,
         **options,
     )
     return found

@@ -38,6 +38,12 @@ def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
     return task, pose(task, problems, config.data.style) if task and problems else []
 
 
+def evaluates(config: RunConfig) -> bool:
+    """Whether there are held-out problems, on which the trained model is evaluated."""
+    task = task_of(config)
+    return task is not None and bool(config.data.eval or not task.needs_data)
+
+
 def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     """Held-out problems: from `data.eval`, or generated; none for a task that cannot generate."""
     if task.needs_data and not data.eval:

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, UnmaskWarning
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
@@ -250,7 +250,7 @@ class TrainingConfig(TrainingArguments):
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
             message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, UnmaskWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
         self._precision = args.bf16, args.fp16
 
