@@ -30,6 +30,7 @@ from unmask.cli.chat import chat
 from unmask.cli.compare import compare
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.new import new
 from unmask.cli.serve import serve
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
@@ -301,6 +302,9 @@ def report(
     typer.echo(for_stdout(f"{output}: {', '.join(section.title for section in content.sections)}"))
     if png:
         typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
+
+
+app.command(epilog="Example: unmask new my-run --kind rewards --model runs/sft/model, then make in the folder my-run")(new)
 
 
 @app.command()
