@@ -31,6 +31,7 @@ from unmask.cli.compare import compare
 from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
@@ -306,6 +307,9 @@ def report(
     typer.echo(for_stdout(f"{output}: {', '.join(section.title for section in content.sections)}"))
     if png:
         typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
+
+
+app.command(epilog="Example: unmask new my-run --kind rewards --model runs/sft/model, then make in the folder my-run")(new)
 
 
 @app.command()

@@ -294,10 +294,16 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
     return any(place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output)))) for place in named)
 
 
-def check_output_folder(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
+def check_output_folder(
+    path: str | Path,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    remedy: str = "Choose another, continue with --resume, or write into it with --overwrite",
+) -> None:
     """Check that a run may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
 
-    Only the first process checks: it may already be writing when the others start.
+    Only the first process checks: it may already be writing when the others start. `remedy`: what to do about a folder that is not empty.
 
     Raises:
         TrainingError: the folder is in use, or `path` is a file.
@@ -308,7 +314,6 @@ def check_output_folder(path: str | Path, *, overwrite: bool = False, resume: bo
     if not path.is_dir():
         raise TrainingError("is a file, not a folder", where=str(path), remedy="Choose another output folder")
     if any(inside.name != LOCK_FILE for inside in path.iterdir()) and not (overwrite or resume):
-        remedy = "Choose another, continue with --resume, or write into it with --overwrite"
         raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
 
 
