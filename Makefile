@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt build.lock requirements.lock
 	$(BIN)/python -m pip check
 	touch $@
 
-demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
+demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (in a minute: ARGS=--quick; again: ARGS=--overwrite)
 	$(BIN)/unmask demo $(ARGS)
 
 # Needs Node 20.19 or later. What it builds goes into the wheel; the lock file holds the hashes of all that is installed.
