@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check audit lock format clean
+.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check dist audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -77,6 +77,11 @@ check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_order.py
+
+# Without `make playground` before it, `unmask serve` of this wheel has no page to show.
+dist: $(INSTALLED)  ## the wheel and the source archive, in dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 audit: $(INSTALLED)  ## known vulnerabilities of the pinned versions (needs the network)
 	$(BIN)/python scripts/audit.py

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
-from unmask.artifacts import run_manifest
+from unmask.artifacts import run_manifest, started_by
 from unmask.cli.entry import app
 from unmask.commands.run import resolved, training_arguments
 from unmask.commands.verbs import VERBS
@@ -27,7 +27,8 @@ from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, resolve, to_yaml
 from unmask.console import Progress, show_table
 from unmask.errors import ConfigError, DataError
-from unmask.redaction import CONTROL, MASK, find_mask, masked, masked_argument, masked_text, shown
+from unmask.redaction import CONTROL, MASK, find_mask, masked, masked_argument, masked_text, masked_words, shown
+from unmask.training.durable.lost_process import resume_command
 from unmask.training.model_history import chosen_settings
 
 SECRET = "s3cr3t-p4ss"
@@ -184,11 +185,35 @@ def test_of_all_settings_only_secrets_are_masked() -> None:
     }
 
 
-@pytest.mark.parametrize("words", ["--hub_token {}", "--hub_token={}", "'training.hub_token: {}'", "'training.hub_token={{a: {}}}'"])
+RUN = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o", "--print-config"]
+
+
+@pytest.mark.parametrize("words", ["--hub_token {}", "--hub-token={}", "hub_token={}", "--training.hub_token {}"])
+def test_a_token_without_its_section_is_not_shown(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = shlex.split(words.format(SECRET))
+    result = CliRunner().invoke(app, [*RUN, *given])
+    assert result.exit_code == 0 and SECRET not in result.output, result.output
+    monkeypatch.setattr(sys, "orig_argv", ["unmask", *RUN, *given])
+    for recorded in (run_manifest({})["command"], resume_command(started_by()), resume_command(shlex.split(run_manifest({})["command"]))):
+        assert SECRET not in recorded and MASK in recorded and "token" in recorded
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("'training.hub_token: {}'", "'training.hub_token={{a: {}}}'", "--hub_token '{{a: {}}}'", "--hub-token='[{}'", "--hub_tokens {}"),
+        *("--hub-toke={}", "hub_tokenn={}", "--no-hub-token={}"),
+    ],
+)
 def test_a_token_in_a_wrong_place_is_not_shown(words: str) -> None:
-    run = ["sft", "--model", "m", "--data", "d.jsonl", "--output", "o", "--print-config"]
-    result = CliRunner().invoke(app, [*run, *shlex.split(words.format(SECRET))])
-    assert result.exit_code == 2 and SECRET not in result.output and MASK in result.output
+    result = CliRunner().invoke(app, [*RUN, *shlex.split(words.format(SECRET))])
+    assert result.exit_code == 2 and SECRET not in result.output and "hub" in result.output
+
+
+def test_the_word_after_the_name_of_a_secret_is_masked_and_no_other() -> None:
+    words = ["unmask", "--hub-token", "a", "--api_key", "--token", "b", "--hub_token=c", "d", "--max-new-tokens", "5", "e"]
+    shown_instead = ["unmask", "--hub-token", MASK, "--api_key", "--token", MASK, f"--hub_token={MASK}", "d", "--max-new-tokens", "5", "e"]
+    assert masked_words(words) == shown_instead == masked_words(shown_instead)
 
 
 def test_tokens_of_text_are_no_secrets() -> None:

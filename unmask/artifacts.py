@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.errors import DataError, first_line
-from unmask.redaction import masked, masked_argument
+from unmask.redaction import masked, masked_words
 
 VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
 """The names of variables that are settings of a run."""
@@ -174,7 +174,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(map(masked_argument, started_by())),
+        "command": shlex.join(masked_words(started_by())),
         "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),

@@ -87,6 +87,7 @@ NAMES_ELSEWHERE = {
     "log_gpu_memory": "log_memory_usage",
     "batch_size": "per_device_train_batch_size",
     "epochs": "num_train_epochs",
+    "steps": "max_steps",
     "seq_len": "max_length",
 }
 """Unmask's names of settings, by their names in other training loops (docs/switches.md)."""

@@ -79,6 +79,15 @@ def masked_argument(argument: str) -> str:
     return f"{key}{separator}{MASK}" if value and SECRET_KEY.search(key) else masked_text(ASSIGNED.sub(rf"\1{MASK}", argument))
 
 
+def masked_words(words: Iterable[str]) -> list[str]:
+    """The words of a command line without secrets, such as the word after `--hub-token`."""
+    shown_instead, of_secret = list[str](), False
+    for word in words:
+        shown_instead.append(MASK if of_secret and not word.startswith("--") else masked_argument(word))
+        of_secret = word.startswith("--") and SECRET_KEY.search(word.removeprefix("--")) is not None
+    return shown_instead
+
+
 def find_mask(value: Any, key: str = "") -> str | None:
     """The dotted key of a text in which a secret is masked; None: there is none."""
     if isinstance(value, str):

@@ -25,7 +25,7 @@ from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERB_HELP, "profile", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "demo"]
+ALL_VERBS = [*VERB_HELP, "profile", "config", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 
@@ -71,7 +71,7 @@ assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
         result = python("-m", "unmask", "sft", "--help")
         end = os.times()
         seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
-    assert "KEY=VALUE" in result.stdout
+    assert "KEY=VALUE" in result.stdout and "quality_head" in result.stdout
     assert 0 < min(seconds) < 100 * work_unit()
 
 
@@ -503,36 +503,73 @@ def test_inspect_refuses_what_it_cannot_plan(options: list[str], message: str, f
     assert message in result.stderr
 
 
+BARE = [
+    (["--learning_rate", "1e-6"], ["training.learning_rate=1e-6"]),
+    (["--learning-rate=1e-6", "--max-rows", "3"], ["training.learning_rate=1e-6", "data.max_rows=3"]),
+    (
+        ["learning_rate=1e-6", "max_rows=3", "quantization=4bit"],
+        ["training.learning_rate=1e-6", "data.max_rows=3", "model.quantization=4bit"],
+    ),
+    (["--bf16", "--no-fp16", "--tf32", "false"], ["training.bf16=true", "training.fp16=false", "training.tf32=false"]),
+    (["--bf16", "training.beta=1", "--no_use_cpu"], ["training.bf16=true", "training.beta=1", "training.use_cpu=false"]),
+    (["--temperature", "0.5", "--max-steps", "-1"], ["PLACE.temperature=0.5", "training.max_steps=-1"]),
+    (["--sampler.top-k", "3", "--lora.r=2"], ["sampler.top_k=3", "lora.r=2"]),
+    (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),
+    (["training.seed=2", "--seed", "1"], ["training.seed=1"]),
+    (["--optim_args", "a=b,c=d", "--dataloader_num_workers=1"], ["training.optim_args=a=b,c=d", "training.dataloader_num_workers=1"]),
+]
+"""Settings without their section, and the same as KEY=VALUE."""
+
+
 @pytest.mark.parametrize("verb", VERB_HELP)
+@pytest.mark.parametrize(("given", "meant"), BARE)
+def test_settings_are_named_without_their_section(verb: str, given: list[str], meant: list[str], stages: list[Any], tmp_path: Path) -> None:
+    place = "training" if verb == "grpo" else "sampler"
+    for words in (given, [word.replace("PLACE", place) for word in meant]):
+        for around in ([*REQUIRED, str(tmp_path), *words], [*words, *REQUIRED, str(tmp_path)]):
+            result = run(verb, *around)
+            assert result.exit_code == 0, result.output
+    assert all(called == stages[0] for called in stages)
+
+
+@pytest.mark.parametrize("given", [given for given, _ in BARE[:2]])
+def test_a_profile_takes_settings_without_their_section(given: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    profiled: list[RunConfig] = []
+    replace(monkeypatch, "unmask.commands.profile", profile_run=lambda verb, settings, *_: profiled.append(settings) or {})
+    assert run("profile", "sft", *REQUIRED, "out", *given).exit_code == 0
+    assert profiled[0].training == {"learning_rate": 1e-6}
+
+
 @pytest.mark.parametrize(
-    ("flags", "form"),
+    ("verb", "given", "message"),
     [
-        (["--learning_rate", "1e-6"], "training.learning_rate=1e-6"),
-        (["--learning-rate=1e-6", "--model", "m"], "training.learning_rate=1e-6"),
-        (["--model", "m", "--max-rows", "-1"], "data.max_rows=-1"),
-        (["--bf16", "--model", "m"], "training.bf16=VALUE"),
-        (["training.beta=1", "--seed"], "training.seed=VALUE"),
-        (["--temperature", "0.5"], "temperature=0.5"),
+        ("sft", ["--beta", "3"], "--beta: is no setting or option of sft"),
+        ("sft", ["--learning-rat", "3"], "--learning-rat: is no setting or option of sft. Did you mean training.learning_rate?"),
+        ("sft", ["learning_rat=3"], "learning_rat: is no setting or option of sft. Did you mean training.learning_rate?"),
+        ("sft", ["--epochs", "3"], "Did you mean training.num_train_epochs?"),
+        ("sft", ["--xyzzy"], "`unmask config sft` lists all settings"),
+        ("sft", ["--block-size", "3"], "--block-size: may be model.block_size or sampler.block_size"),
+        ("sft", ["batch_size=3"], "batch_size: may be training.per_device_train_batch_size or sampler.batch_size"),
+        ("convert", ["recipe=block"], "recipe: is an option, not a setting. Write --recipe"),
+        ("sft", ["--seed"], "--seed: has no value. Write --seed VALUE, of the type int"),
+        ("sft", ["--seed", "--bf16"], "--seed: has no value"),
+        ("sft", ["--no-seed"], "--no-seed: this form is for switches"),
+        ("sft", ["--no-bf16=true"], "--no-bf16: this form is for switches, and takes no value"),
+        ("sft", ["--eval-rows", "none"], "data.eval_rows (command line, --eval-rows): 'none' is not valid"),
+        ("sft", ["eval_rows=none"], "data.eval_rows (command line, eval_rows): 'none' is not valid"),
+        ("sft", ["--eval-rows", "[1"], "command line, --eval-rows, line 1: "),
     ],
 )
-def test_a_bare_flag_that_is_a_setting_shows_the_form_that_works(verb: str, flags: list[str], form: str) -> None:
-    result = run(verb, *flags)
-    assert result.exit_code == 2
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: --")]
-    assert len(errors) == 1 and "is a setting, not an option" in errors[0] and errors[0].endswith(f"{form}`."), result.stderr
+def test_a_setting_that_is_misnamed_is_one_error(verb: str, given: list[str], message: str, stages: list[Any]) -> None:
+    result = run(verb, *REQUIRED, "out", *given)
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.exit_code == 2 and len(errors) == 1 and message in errors[0], result.output
+    assert not stages
 
 
-def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -> None:
-    for verb, flag, form in [
-        ("dpo", "--beta", "training.beta=3"),
-        ("grpo", "--beta", "training.beta=3"),
-        ("sft", "--text_column", "data.text_column=3"),
-        ("sft", "--lora", None),
-        ("sft", "--beta", None),
-        ("sft", "--nonsense", None),
-    ]:
-        error = run(verb, flag, "3").stderr
-        assert (f"Write `{form}`" in error) if form else ("No such option" in error and "Write" not in error)
+def test_a_setting_of_another_section_than_training_is_reported(stages: list[Any], tmp_path: Path) -> None:
+    result = run("sft", *REQUIRED, str(tmp_path), "--max-rows", "3", "max_steps=2", "overwrite=true")
+    assert result.stderr == "--max-rows is read as data.max_rows\n"
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 from tests.helpers import REPOSITORY, partly_slow
 from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
 from unmask.commands import run
-from unmask.commands.modes import adapt_recipes
 from unmask.commands.run import make_trainer, training_arguments
+from unmask.commands.settings.modes import adapt_recipes
 from unmask.config.layers import RECIPES, read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml

@@ -95,15 +95,14 @@ def test_conversion_takes_the_configurations_and_options_of_its_forerunner(recor
     assert run("--help", script="convert.sh", path=recorder).stdout.startswith("Usage: ")
 
 
-def test_flags_of_preference_optimisation_become_settings(recorder):
+def test_options_of_preference_optimisation_get_the_names_of_ours(recorder):
     flags = ["--model_name_or_path", "m", "--preference_data_path", "p.jsonl", "--output_dir", "o", "--learning_rate", "1e-6"]
     settings = ["--diffusion_steps=4", "--gradient_checkpointing", "true", "training.beta=0.3", "--resume", "--config_file", "c.yaml"]
-    command = ["dpo", "--model", "m", "--data", "p.jsonl", "--output", "o", "training.learning_rate=1e-6"]
-    command += ["training.samples=4", "training.activation_checkpointing=true", "training.beta=0.3", "--resume", "--config", "c.yaml"]
+    command = ["dpo", "--model", "m", "--data", "p.jsonl", "--output", "o", "--learning_rate", "1e-6", "--samples=4"]
+    command += ["--activation_checkpointing", "true", "training.beta=0.3", "--resume", "--config", "c.yaml"]
     assert called_with(*flags, *settings, script="dpo.sh", path=recorder) == command
-    for arguments, words in [([], "give a model and preferences"), (["--beta"], "--beta needs a value"), (["-x", "1"], "-x is no option")]:
-        refused = run(*arguments, script="dpo.sh", path=recorder)
-        assert refused.returncode == 2 and words in refused.stderr
+    refused = run(script="dpo.sh", path=recorder)
+    assert refused.returncode == 2 and "give a model and preferences" in refused.stderr
     assert run("--help", script="dpo.sh", path=recorder).stdout.startswith("Usage: ")
 
 

@@ -83,7 +83,7 @@ def test_a_dry_run_tells_what_the_card_would_hold(project, stories):
 def test_training_logs_evaluates_and_saves(project, stories):
     migrated()
     board = ["training.report_to=tensorboard", "training.logging_dir=out/logs", "training.logging_steps=1"]
-    settings = ["training.use_cpu=true", "training.max_length=256", "training.gradient_accumulation_steps=2", "training.bf16=false"]
+    settings = ["--use_cpu", "--max_length", "256", "--gradient_accumulation_steps=2", "--no-bf16"]
     ran = walk("dpo", "--config", "dpo.yaml", "--model", stories, *settings, *board)
     assert "chosen" in ran.stdout and "margin" in ran.output  # a report of the rows, and progress
     assert list(Path("out/logs").glob("events.out.tfevents.*"))
@@ -106,7 +106,7 @@ def test_what_goes_wrong_is_told_in_one_line(project, stories):
     run = ["dpo", "--config", "dpo.yaml", "--model", stories, "training.use_cpu=true", "training.bf16=false"]
     Path("bad.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2"}))
     for settings, words in [
-        (["--learning_rate", "1e-6"], "--learning_rate: is a setting, not an option. Write `training.learning_rate=1e-6`"),
+        (["--learning_rat", "1e-6"], "--learning_rat: is no setting or option of dpo. Did you mean training.learning_rate?"),
         (["--data", "data/preference_data/my_prefs.jsonl"], "data/preference_data/my_prefs.jsonl: no such file"),
         (["--data", "bad.jsonl"], "bad.jsonl, row 0: no column 'rejected'"),
         (["training.max_length=256", "training.beta=0"], "training.beta"),

@@ -31,6 +31,7 @@ from unmask.cli.compare import compare
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
 from unmask.cli.serve import serve
+from unmask.cli.settings import config
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PATH_ERRORS = {
@@ -74,7 +75,6 @@ app = typer.Typer(
     help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
     epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(sandbox, name="sandbox")
@@ -142,6 +142,9 @@ def profile(
     command = typing.cast(TyperGroup, ctx.find_root().command).commands[verb]
     with command.make_context(verb, ctx.args, parent=ctx) as inner:
         command.invoke(inner)
+
+
+app.command(epilog="Example: unmask config sft learning_rate")(config)
 
 
 def load_model(model: ModelConfig) -> DiffusionLM:

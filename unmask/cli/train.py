@@ -10,37 +10,86 @@ from __future__ import annotations
 
 import json
 import os
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.settings import show_help
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import for_stdout, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
 
-USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
+if TYPE_CHECKING:
+    from unmask.commands.settings.bare_options import BareNames
 
 
 class TrainingCommand(TyperCommand):
-    """`--resume` takes an optional path: the next argument, unless it is an option, or a setting and no folder. If an unknown option is the
-    name of a setting, the error shows how to write it."""
+    """Settings may be given as options (`--max-steps 10`), and without their section (`max_steps=10`). `--resume` takes an optional path:
+    the next argument, unless it is an option, or a setting and no folder."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         no_path = [after.startswith("-") or ("=" in after and not Path(after).is_dir()) for after in [*args[1:], "-"]]
         args = ["--resume=" if arg == "--resume" and alone else arg for arg, alone in zip(args, no_path, strict=False)]
-        try:
-            return super().parse_args(ctx, list(args))
-        except USAGE_ERROR as error:
-            if option := getattr(error, "option_name", None):  # the command has no such option
-                from unmask.commands.bare_options import refuse_bare_flag
+        is_flag = {name: bool(getattr(param, "is_flag", False)) for param in self.get_params(ctx) for name in param.opts}
+        options, settings, ctx.meta[KEYS] = split_words(str(ctx.info_name), args, is_flag)
+        return super().parse_args(ctx, [*options, "--", *settings] if settings else options)
 
-                refuse_bare_flag(str(ctx.info_name), option, args)
-            raise
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        show_help(str(ctx.info_name))
+
+
+def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> tuple[list[str], list[str], dict[str, str]]:
+    """Separate the options of a verb from its settings.
+
+    Args:
+        verb: a training verb.
+        args: the command line after it.
+        is_flag: whether an option takes no value, by its name.
+
+    Returns:
+        The options with their values; the settings as `NAME=VALUE`; the dotted keys of those that were named without their section, by
+        the names as they were typed.
+
+    Raises:
+        ConfigError: an option is none of the verb and no setting, or a setting has no value.
+    """
+    options, settings, words = list[str](), list[str](), deque(word for word in args if word != "--")
+
+    @cache
+    def names() -> BareNames:
+        from unmask.commands.settings.bare_options import BareNames
+
+        return BareNames(verb, is_flag)
+
+    keys: dict[str, str] = {}
+    while words:
+        word = words.popleft()
+        name, equals, value = word.partition("=")
+        option = name.replace("_", "-")
+        if word.startswith("--") and option in is_flag:
+            options.append(f"{option}{equals}{value}")
+            if words and not equals and not is_flag[option]:
+                options.append(words.popleft())
+        elif word.startswith("--"):
+            settings.append(names().read_option(word, words))
+            keys = names().keys
+        elif word.startswith("-"):
+            options.append(word)
+        else:
+            if equals and "." not in name and name not in RunConfig.model_fields:
+                names().read_word(word)
+                keys = names().keys
+            settings.append(word)
+    return options, settings, keys
 
 
 VERB_HELP = {
@@ -54,12 +103,14 @@ VERB_HELP = {
 
 TRAINING_EPILOG = (
     "Later settings win: recipes, --mode, files, UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), the command line. "
-    "`training` takes every field of transformers.TrainingArguments. --print-config prints the resolved config and exits."
+    "--print-config prints the resolved config and exits."
 )
 
 
 PROFILE = "unmask.profile"
 """The key under which `profile` passes the verb the steps to record, and the file to write."""
+KEYS = "unmask.keys"
+"""The key under which the parser passes the verb the dotted keys of settings, by the names that stand for them."""
 
 
 def accept_unsandboxed_code(accepted: bool) -> bool:
@@ -83,7 +134,7 @@ Unsandboxed = Annotated[
 def train(
     ctx: typer.Context,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4 or max_steps=10.")
     ] = None,
     config: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win.")] = None,
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
@@ -105,7 +156,7 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.commands.older_variables import older_layers
+    from unmask.commands.settings.older_variables import older_layers
     from unmask.migration.formats import refuse_old
 
     verb = str(ctx.info_name)
@@ -113,9 +164,10 @@ def train(
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     older, files = older_layers(os.environ, verb), config or []
-    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, flags=flags, overrides=overrides or [])
+    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS]}
+    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, **given)
     if mode or recipes:
-        from unmask.commands.modes import adapt_recipes
+        from unmask.commands.settings.modes import adapt_recipes
 
         layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
     if debug:

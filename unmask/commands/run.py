@@ -21,6 +21,7 @@ from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
 from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
+from unmask.commands.settings.listing import SET_BY_RUN
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
@@ -69,8 +70,7 @@ def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user set them, or if our default
     differs."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    fixed = ("output_dir", "data_source", "resume_from_checkpoint")
-    listed = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
+    listed = [f.name for f in dataclasses.fields(args) if f.name not in SET_BY_RUN and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
     set_by_user = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
     return config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
@@ -76,16 +77,18 @@ def read_layers(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
+    keys: Mapping[str, str] = MappingProxyType({}),
 ) -> Layers:
     """All sources of settings, in the order in which they apply.
 
     Args:
         recipes: names of files under `unmask/recipes`, without folder and suffix.
         config_files: YAML files.
-        older: settings from variables with other names (`commands/older_variables.py`).
+        older: settings from variables with other names (`commands/settings/older_variables.py`).
         environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
         flags: values by dotted key, already parsed; None for a flag that is not set.
         overrides: `dotted.key=value`, with a value in YAML.
+        keys: the dotted keys of overrides that name a setting in another way, by that name.
 
     Raises:
         ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value for a key that is a
@@ -100,11 +103,13 @@ def read_layers(
             layers.append(Layer(source, nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
     layers += [Layer("command line", nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
     for override in overrides:
-        key, equals, text = override.partition("=")
+        typed, equals, text = override.partition("=")
+        key = keys.get(typed, typed)
         if not equals or not all(key.split(".")):
             what = f"{masked_argument(override)!r} is not KEY=VALUE"
             raise ConfigError(what, where="command line", remedy="Write for example training.learning_rate=1e-4")
-        layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
+        source = f"command line, {typed}"
+        layers.append(Layer(source if typed in keys else "command line", nested(key.split("."), parse_yaml(text, source))))
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
     for layer in layers:
         for key in sections & layer.values.keys():

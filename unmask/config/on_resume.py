@@ -13,7 +13,7 @@ def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:
     """The kind of every setting of a config and its sections, by dotted name."""
     kinds: dict[str, OnResume] = {}
     for name, field in cls.model_fields.items():
-        if section := _section(field.annotation):
+        if section := section_of(field.annotation):
             kinds |= kinds_of(section, f"{prefix}{name}.")
         else:
             kinds[prefix + name] = next((mark for mark in field.metadata if isinstance(mark, OnResume)), cls.on_resume)
@@ -26,7 +26,7 @@ def flat_values(config: Config, prefix: str = "") -> dict[str, Any]:
     return {prefix + name: reduce(lambda held, key: (held or {}).get(key), name.split("."), whole) for name in kinds_of(type(config))}
 
 
-def _section(annotation: Any) -> type[Config] | None:
+def section_of(annotation: Any) -> type[Config] | None:
     """The config class of a field that is a section or None; a list of configs is a single setting."""
     parts = typing.get_args(annotation) if type(None) in typing.get_args(annotation) else [annotation]
     return next((part for part in parts if isinstance(part, type) and issubclass(part, Config)), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.commands.older_variables import OLDER, Variable
+from unmask.commands.settings.older_variables import OLDER, Variable
 from unmask.config.layers import read_recipe
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,

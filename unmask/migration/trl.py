@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.commands.older_variables import OLDER_OF_GRPO
+from unmask.commands.settings.older_variables import OLDER_OF_GRPO
 from unmask.migration.reinforcement import GRPO, LORA_LEFT, LORA_OF_TRL, number, reference, temperature, variable
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,

@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 
 from unmask.errors import ConfigError, first_line
+from unmask.redaction import masked_words
 from unmask.training.durable.lost_process import lost_process
 
 SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -44,7 +45,7 @@ def check_processes(training_together: int, environ: Mapping[str, str] = os.envi
     if not alone and started in (1, training_together):
         return
     number = "N" if alone else str(started)
-    remedy = f"Start it with: torchrun --nproc-per-node {number} -m unmask {shlex.join(sys.argv[1:])}"
+    remedy = f"Start it with: torchrun --nproc-per-node {number} -m unmask {shlex.join(masked_words(sys.argv[1:]))}"
     what = "accelerate launch starts only one process on CPUs" if alone else f"{started} processes were started, and each would train alone"
     raise ConfigError(what, where="launcher", remedy=f"{remedy} (N: how many processes)" if alone else remedy)
 

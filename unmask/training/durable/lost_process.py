@@ -22,7 +22,7 @@ from unmask.artifacts import VARIABLE, started_by
 from unmask.config.run import LOCK_FILE
 from unmask.console import first_to_report
 from unmask.errors import LostProcessError
-from unmask.redaction import masked_argument, shell_line, shown
+from unmask.redaction import masked_argument, masked_words, shell_line, shown
 
 LOOKS_EVERY, PATIENCE = 0.5, 10.0
 """Seconds between two looks at the other processes, and those that this one has to end by itself when one is lost."""
@@ -135,4 +135,4 @@ def command(argv: Sequence[str], processes: int = 1) -> str:
     program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
     launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
     variables = "".join(f"{name}={shell_line([masked_argument(f'{name}={value}').partition('=')[2]])} " for name, _, value in set_before)
-    return f"{variables}{launched} {shell_line(map(masked_argument, argv[start + 1 :]))}"
+    return f"{variables}{launched} {shell_line(masked_words(argv[start + 1 :]))}"

@@ -19,7 +19,7 @@ from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE
 from unmask.console import is_first_process
 from unmask.errors import TrainingError
-from unmask.redaction import masked_argument
+from unmask.redaction import masked_words
 
 SECONDS = 0.25  # `is_running` holds a lock for a moment
 
@@ -49,7 +49,7 @@ def sole_writer(place: Path, path: Path) -> Iterator[None]:
         lock = _lock(path)
         lock.acquire(timeout=SECONDS)
         if isinstance(lock, FileLock) and lock.lock_counter == 1:
-            command = shlex.join(map(masked_argument, sys.orig_argv))
+            command = shlex.join(masked_words(sys.orig_argv))
             path.write_text(f"{os.getpid()}\n{socket.gethostname()}\n{' '.join(command.split())[:200]}\n", encoding="utf-8")
     except Timeout as error:
         raise _occupied(place, path) from error

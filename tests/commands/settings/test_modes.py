@@ -10,9 +10,9 @@ import torch
 from transformers import training_args
 
 from tests.training.tiny_runs import make, unmask
-from unmask.commands import modes
-from unmask.commands.modes import hardware_here, mode_settings, with_mode
 from unmask.commands.run import training_arguments
+from unmask.commands.settings import modes
+from unmask.commands.settings.modes import hardware_here, mode_settings, with_mode
 from unmask.commands.verbs import VERBS
 from unmask.config.layers import MODES, Layers, read_layers, read_settings
 from unmask.config.run import RunConfig, resolve

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.training.tiny_runs import unmask
-from unmask.commands.older_variables import OLDER_OF_GRPO, older_layers
+from unmask.commands.settings.older_variables import OLDER_OF_GRPO, older_layers
 from unmask.config.layers import read_layers
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError

@@ -1,0 +1,101 @@
+"""What is published: the wheel and the source archive hold what they need and nothing else, and work where no checkout is near."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.helpers import REPOSITORY
+from unmask import __version__
+
+EXTRAS = "train,rewards,eval,serve,constraints"
+IMPORT_ALL = """
+import importlib, pkgutil, unmask
+names = [found.name for found in pkgutil.walk_packages(unmask.__path__, "unmask.") if not found.name.endswith("__main__")]
+for name in names:
+    importlib.import_module(name)
+print(len(names), unmask.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """What a command prints, in an environment that knows of no checkout."""
+    known = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(list(map(str, command)), cwd=cwd, env=known | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def tracked(*folders: str) -> set[str]:
+    """The files of the checkout that git does not ignore."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("needs the checkout's git")
+    return set(run("git", "ls-files", "-co", "--exclude-standard", *folders, cwd=REPOSITORY).splitlines())
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source archive, and with the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=REPOSITORY)
+    return folder
+
+
+def test_all_files_name_one_version():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    newest = re.findall(r"^## (\d\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)[0]
+    assert project["version"] == citation["version"] == newest == __version__
+
+
+def test_the_lowest_versions_are_those_that_the_project_admits():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = [requirement for name in EXTRAS.split(",") for requirement in project["optional-dependencies"][name]]
+    lowest = dict(re.findall(r"^([\w.-]+)==(\S+)", (REPOSITORY / "constraints-lowest.txt").read_text().lower(), re.M))
+    for requirement in [*project["dependencies"], *extras]:
+        name, version = re.match(r"([\w.-]+)[>=]=([\d.]+)", requirement.lower()).groups()
+        assert re.fullmatch(re.escape(version) + r"(\.0)*", lowest[name]), requirement
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_package_and_the_built_page(built):
+    with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    page = {str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob("unmask/serving/static/**/*") if path.is_file()}
+    assert names == tracked("unmask") | page
+
+
+@pytest.mark.slow
+def test_the_source_archive_holds_what_is_built_and_tested(built):
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    folders = ["unmask", "playground", "tests", "benchmarks", "docs", "scripts"]
+    found = {name for name in names if not name.startswith("unmask/serving/static/")} - {"PKG-INFO", ".gitignore"}
+    kept = {name for name in tracked() if name.split("/")[0] in folders or "/" not in name} - {".gitignore", ".pre-commit-config.yaml"}
+    assert found == kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("constraints", ["constraints.txt", "constraints-lowest.txt"])
+def test_the_wheel_works_in_a_clean_environment_far_from_the_checkout(constraints, built, tmp_path):
+    python, elsewhere = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    wheel = next(built.glob("*.whl"))
+    run(python, "-m", "pip", "install", f"{wheel}[{EXTRAS}]", "-c", REPOSITORY / constraints, cwd=elsewhere)
+    modules, where = run(python, "-c", IMPORT_ALL, cwd=elsewhere).split()
+    assert int(modules) > 300 and Path(where).is_relative_to(tmp_path)
+    command = python.with_name("unmask")
+    assert run(command, "--version", cwd=elsewhere).strip() == __version__
+    run(command, "demo", "--quick", "--output", "demo", cwd=elsewhere)
+    assert (elsewhere / "demo/report.html").stat().st_size > 10_000
+    assert run(command, "generate", "demo/grpo", "--prompt", "1003340220004001=", "--max-new-tokens", "17", cwd=elsewhere).strip()
