@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.console import Progress, format_duration
+from unmask.console import MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
 
 
 class Clock:
@@ -135,3 +135,59 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
 @pytest.mark.parametrize(("seconds", "shown"), [(0, "0:00"), (59.6, "1:00"), (3599.4, "59:59"), (3725, "1:02:05")])
 def test_durations_read_as_clock_time(seconds, shown):
     assert format_duration(seconds) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0123456, "0.01235"), (999.96, "1000"), (1000, "1,000"), (29990.4, "29,990"), (1e12, "1e+12")]
+)
+def test_numbers_have_four_digits(value, shown):
+    assert format_number(value) == shown
+
+
+def test_where_no_color_is_set_a_terminal_gets_plain_lines_and_tables(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    monkeypatch.setattr("sys.stdout", stream)
+    with Progress([("sft", 1.0)], stream=stream) as progress, progress.phase("sft") as phase:
+        phase.update(0.5, loss=1.5)
+    show_table([["loss", "1.5"]], "sft: finished", head=["", "value"])
+    assert stream.getvalue().startswith("[100%] sft done in 0:00 · loss 1.5 · 0:00 elapsed, 0:00 left\n")
+    assert "\x1b" not in stream.getvalue()
+
+
+@given(names=st.lists(st.text("abcdefgh_", min_size=1, max_size=40), max_size=9, unique=True), name=st.text("abc ", max_size=120))
+def test_a_plain_line_has_the_first_metrics_that_fit(names, name):
+    stream = io.StringIO()
+    with Progress([(name, 1.0)], stream=stream) as progress, progress.phase(name) as phase:
+        phase.update(0.5, **dict.fromkeys(names, 123.4))
+    line = stream.getvalue().rstrip("\n")
+    assert len(line) <= MAX_WIDTH
+    fitting = sum(f" {each} 123.4 ·" in line for each in names)
+    assert all(f"· {each} 123.4 ·" in line for each in names[:fitting])
+    if len(name) < 40 and fitting < len(names):
+        assert len(line) + len(f" · {names[fitting]} 123.4") > MAX_WIDTH
+
+
+@pytest.mark.parametrize("columns", ["40", "80", "200"])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_tables_fit_the_terminal_and_are_never_wider_than_a_page(columns, terminal, monkeypatch):
+    stream = Terminal() if terminal else io.StringIO()
+    for name, value in {"COLUMNS": columns, "TERM": "xterm", "NO_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", stream)
+    show_table([["long " * 60, "x"]], "a title " * 9)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) == (min(int(columns), MAX_WIDTH) if terminal else MAX_WIDTH)
+    stream.truncate(0)
+    show_table([["a", "b"]], "a title of four words")
+    assert stream.getvalue().strip("\0").splitlines()[0].strip() == "a title of four words"  # although the cells are narrower
+
+
+def test_tracked_items_count_when_they_are_done():
+    with Progress([("evaluate", 1.0)], stream=io.StringIO()) as progress, progress.phase("evaluate") as phase:
+        seen = []
+        for item in tracked("abcd", 4, phase):
+            seen.append((item, phase.fraction))
+        assert seen == [("a", 0.0), ("b", 0.25), ("c", 0.5), ("d", 0.75)] and phase.fraction == 1
+    assert list(tracked("ab", 2, None)) == ["a", "b"]

@@ -65,6 +65,7 @@ ROWS = {
     "data/pairs.jsonl": {"prompt": "What? ", "completion": "This."},
     "preferences.jsonl": {"prompt": "What? ", "chosen": "This.", "rejected": "That."},
     "prompts.jsonl": {"prompt": "What? "},
+    "capitals.jsonl": {"country": "France", "capital": "Paris"},
     "summaries.jsonl": {"prompt": "Say it: ", "answer": "This."},
     "runs/sft/training_logs.json": {"step": 1, "loss": 2.0},
     "runs/grpo/training_logs.json": {"step": 1, "reward": 0.5},
@@ -139,10 +140,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     for name in ("stories.txt", "FILE"):
         (folder / name).write_text("Once upon a time, there was a cat.\n" * 200)
-    (folder / "my_rewards.py").write_text(next(block.text for block in BLOCKS if "# my_rewards.py" in block.text))
     (folder / "train.yaml").write_text("model_name_or_path: runs/demo/pretrain\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 2\n")
     for block in BLOCKS:
-        if block.language == "yaml" and (name := re.match(r"# (\S+\.yaml)", block.text)):
+        if name := re.match(r"# (\S+\.(yaml|py))", block.text):
             (folder / name[1]).write_text(block.text)
     return folder
 

@@ -16,7 +16,7 @@ def test_type_checkers_and_the_interpreter_see_the_same_names() -> None:
     tree = ast.parse((REPOSITORY / "unmask" / "__init__.py").read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     declared = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert declared == {**unmask.PUBLIC_NAMES, "generation": "unmask"}
+    assert declared == {**unmask.PUBLIC_NAMES, "generation": "unmask", "losses": "unmask"}
     assert set(unmask.__all__) == declared.keys() | {"__version__"}
     assert set(dir(unmask)) == set(unmask.__all__)
 

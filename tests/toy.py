@@ -128,6 +128,7 @@ class Listed:
 
     def __init__(self, time_N: Tensor, noise_NT: Tensor):
         self.time_N, self.noise_NT, self.rows_before_B = time_N, noise_NT, None
+        self.key_B = torch.arange(len(noise_NT))
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         return self.time_N[:, None].expand(-1, views)

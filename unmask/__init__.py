@@ -1,7 +1,7 @@
 """Unmask: turn an autoregressive language model into a diffusion language model, train it, sample from it, evaluate it.
 
-Public names are imported on first use, so that `import unmask` and `unmask --help` are instant. `PUBLIC_NAMES` lists them; the imports
-above it are for type checkers only.
+Public names are imported on first use, so that `import unmask` and `unmask --help` are instant. `PUBLIC_NAMES` and
+`PUBLIC_MODULES` list them; the imports above are for type checkers only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from unmask import generation as generation
+    from unmask import losses as losses
     from unmask.config.run import SamplerConfig as SamplerConfig
     from unmask.convert.config import ConvertConfig as ConvertConfig
     from unmask.convert.trainer import ConvertTrainer as ConvertTrainer
@@ -58,12 +59,13 @@ PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
     "clear_mask_cache": "unmask.models.attention",
     "mask_cache_stats": "unmask.models.attention",
 }
-__all__ = [*PUBLIC_NAMES, "generation", "__version__"]
+PUBLIC_MODULES = ("generation", "losses")
+__all__ = [*PUBLIC_NAMES, *PUBLIC_MODULES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "generation":
-        return import_module("unmask.generation")
+    if name in PUBLIC_MODULES:
+        return import_module(f"unmask.{name}")
     if name not in PUBLIC_NAMES:
         raise AttributeError(f"module 'unmask' has no attribute {name!r}")
     return getattr(import_module(PUBLIC_NAMES[name]), name)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self, TextIO, TypeVar
 
 from rich.console import Console
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
@@ -20,8 +21,11 @@ from rich.text import Text
 
 from unmask.redaction import shown
 
+MAX_WIDTH = 100  # columns of lines and tables
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
+
+Item = TypeVar("Item")
 
 
 def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
@@ -58,7 +62,11 @@ class Phase:
         self._changed()
 
     def __str__(self) -> str:
-        return " · ".join(f"{name} {value:.4g}" for name, value in self.metrics.items())
+        return " · ".join(self.figures())
+
+    def figures(self) -> list[str]:
+        """Name and value of each metric."""
+        return [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
 
 
 class Progress:
@@ -68,7 +76,8 @@ class Progress:
             with progress.phase("pretrain") as phase:
                 phase.update(0.1, loss=2.3)
 
-    On a terminal two bars stay at the bottom; elsewhere a plain line is printed about every ten seconds and at the end of each phase.
+    On a terminal two bars stay at the bottom; elsewhere, and where NO_COLOR is set, a plain line is printed about every ten seconds and at
+    the end of each phase.
 
     Args:
         phases: name and expected seconds of each phase, in the order in which they run. A name may occur more than once. Skipped phases
@@ -83,16 +92,18 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._clock, self._started, self._last_line = clock, clock(), clock()
         self._index, self._done_before, self._phase = -1, 0.0, Phase("", self._show)
+        self._console = _console(self._stream)
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
         self._started = self._last_line = self._clock()
-        # Otherwise rich treats a file as a terminal when FORCE_COLOR is set.
-        console = Console(file=self._stream, force_terminal=self._stream.isatty())
-        if console.is_terminal and not console.is_dumb_terminal:
+        if self._console.color_system is not None and not self._console.is_dumb_terminal:
             # Output printed meanwhile goes above the display, unless it is redirected to a file.
             self._live = Live(
-                console=console, get_renderable=self._bars, redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty()
+                console=self._console,
+                get_renderable=self._bars,
+                redirect_stdout=sys.stdout.isatty(),
+                redirect_stderr=sys.stderr.isatty(),
             )
             self._live.start(refresh=True)
         return self
@@ -148,23 +159,51 @@ class Progress:
             self._print(f"{self._phase.fraction:.0%}")
 
     def _print(self, state: str) -> None:
-        parts = [f"[{self.fraction:4.0%}] {self._phase.name} {state}", str(self._phase), self._times()]
-        line = shown(" · ".join(filter(None, parts)))
+        figures, width = self._phase.figures(), _width(self._console)
+        while len(line := self._line(state, figures)) > width and figures:
+            figures.pop()  # the metrics that matter come first
         if self._live is not None:
-            self._live.console.print(line, markup=False, highlight=False)
+            self._live.console.print(line[:width], markup=False, highlight=False)
         else:
-            print(line, file=self._stream, flush=True)
+            print(line[:width], file=self._stream, flush=True)
         self._last_line = self._clock()
 
-    def _bars(self) -> Table:
+    def _line(self, state: str, figures: Sequence[str]) -> str:
+        return shown(" · ".join([f"[{self.fraction:4.0%}] {self._phase.name} {state}", *figures, self._times()]))
+
+    def _bars(self) -> Constrain:
         lines = [("whole run", self.fraction, self._times())]
         if self._index >= 0:
             lines.append((self._phase.name, self._phase.fraction, str(self._phase)))
-        bars = Table.grid(padding=(0, 1))
+        bars = Table.grid(Column(no_wrap=True), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
         for name, fraction, text in lines:
             bar = ProgressBar(total=1.0, completed=fraction, width=32)
             bars.add_row(Text(shown(name)), bar, f"{fraction:4.0%}", Text(shown(text)))
-        return bars
+        return Constrain(bars, MAX_WIDTH)
+
+
+def _console(stream: TextIO) -> Console:
+    """A console that writes control characters on a terminal with colors alone: rich would also where FORCE_COLOR is set, or NO_COLOR."""
+    terminal = stream.isatty()
+    plain = not terminal or bool(os.environ.get("NO_COLOR"))
+    return Console(file=stream, force_terminal=terminal, width=None if terminal else MAX_WIDTH, color_system=None if plain else "auto")
+
+
+def _width(console: Console) -> int:
+    return min(console.width, MAX_WIDTH)
+
+
+def tracked(items: Iterable[Item], total: int, phase: Phase | None) -> Iterator[Item]:
+    """The items, with the progress of a phase, if there is one, as each is done."""
+    for number, item in enumerate(items, start=1):
+        yield item
+        if phase is not None:
+            phase.update(number / total)
+
+
+def format_number(value: float) -> str:
+    """Format a number with four digits: 0.01234, 12,346."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def format_duration(seconds: float) -> str:
@@ -191,10 +230,10 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     from tqdm import tqdm
 
     columns = [Column(Text(shown(name)), overflow="fold") for name in head]
-    table = Table(*columns, title=Text(shown(title), "table.title"), show_header=bool(columns))
+    console, name = _console(sys.stdout), Text(shown(title), "table.title")
+    table = Table(*columns, title=name, show_header=bool(columns), min_width=min(name.cell_len, _width(console)))
     for row in rows:
         table.add_row(*(Text(shown(cell)) for cell in row))
-    console = Console()
     with console.capture() as captured:
-        console.print(table)
+        console.print(Constrain(table, MAX_WIDTH))
     tqdm.write(captured.get(), end="")

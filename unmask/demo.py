@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
 from unmask.artifacts import write_manifest
 from unmask.commands.report import read_run
@@ -21,7 +20,7 @@ from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.data.characters import character_tokenizer
+from unmask.data.characters import character_model
 from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import Answer, Block, Denoising, Notes, Problem, Record, Report, Section
@@ -32,7 +31,6 @@ from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion, random_model
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
 from unmask.rl.config import GRPOConfig
@@ -108,8 +106,9 @@ class Demo:
         with progress.phase(name) as phase:
             train(phase)
             self.lm.save(self.output / name)
-        with progress.phase(f"{name}: evaluate"):
-            result = evaluate_task(self.lm, self.task, self.test)
+        with progress.phase(f"{name}: evaluate") as phase:
+            result = evaluate_task(self.lm, self.task, self.test, progress=phase)
+            phase.update(1.0, solved=result.metrics["solved"].mean)
         write_result_of_run(self.output / name, self.lm, self.output / name, result)
         self.runs.append(read_run(self.output / name, name, len(self.runs), description=description))
 
@@ -226,19 +225,4 @@ def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
 
 def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:
     """A small causal Llama with random weights, whose tokens are the task's characters."""
-    tokenizer = character_tokenizer(task.alphabet)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=settings.hidden,
-        num_hidden_layers=settings.layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        intermediate_size=2 * settings.hidden,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(seed)
-    return make_diffusion(random_model(config), tokenizer)
+    return character_model(task.alphabet, hidden=settings.hidden, layers=settings.layers, context=128, seed=seed)

@@ -65,6 +65,10 @@ class TrainingError(UnmaskError):
     """A run that must stop or cannot start: a loss that is not finite, an output directory in use."""
 
 
+class UnmaskWarning(RuntimeWarning):
+    """What a user should know of a run that goes on. The command line shows these, and no warnings of libraries."""
+
+
 class LostProcessError(TrainingError):
     """Another process of the run has ended: this one can only end, too. Of several that do, the first says so."""
 

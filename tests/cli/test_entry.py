@@ -25,7 +25,7 @@ from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERB_HELP, "profile", "config", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "demo"]
+ALL_VERBS = [*VERB_HELP, "profile", "config", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "new", "demo", "doctor"]
 REQUIRED = ["--model", "m", "--output"]
 
 

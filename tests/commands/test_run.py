@@ -24,6 +24,7 @@ from unmask.tasks import get_task
 
 GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
 PAIR = {"prompt": "1200=", "completion": "34"}
+UNKNOWN = "training.max_unknown=1"
 
 
 @pytest.mark.slow
@@ -283,7 +284,7 @@ def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
     (tmp_path / "s1k.jsonl").write_text(lines(*rows))
     tiny(max_position_embeddings=256).save(tmp_path / "tiny")  # of the words it knows a few letters, and the rest as <unk>
     small = ["data.chat_template=simple", "lora.r=2"]
-    run = ["sft", "--recipe", "sft-s1k", "--model", tmp_path / "tiny", "--data", tmp_path / "s1k.jsonl", *QUICK, *small]
+    run = ["sft", "--recipe", "sft-s1k", "--model", tmp_path / "tiny", "--data", tmp_path / "s1k.jsonl", *QUICK, *small, UNKNOWN]
     result = unmask(*run, "--output", tmp_path / "out")
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
@@ -421,7 +422,7 @@ def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_p
 def test_problems_are_put_as_conversations_and_each_status_is_logged(tmp_path):
     lm = tiny(max_position_embeddings=256)  # of the instructions it knows a few letters, and the rest as <unk>
     lm.save(tmp_path / "chat")
-    task = ["--task", "sudoku", "data.style=chat"]
+    task = ["--task", "sudoku", "data.style=chat", UNKNOWN]
     refused = unmask("grpo", "--model", tmp_path / "chat", "--output", tmp_path / "early", *QUICK, *GRPO, *task)
     assert_refused(refused, "128 new ones exceed the context of 256")  # of the evaluation, before training
     assert not (tmp_path / "early").exists()

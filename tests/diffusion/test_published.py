@@ -30,7 +30,7 @@ class Injected:
     rows_before_B = None
 
     def __init__(self, hidden_BMT: Tensor, time_BM: Tensor):
-        self.hidden_BMT, self.time_BM = hidden_BMT, time_BM
+        self.hidden_BMT, self.time_BM, self.key_B = hidden_BMT, time_BM, torch.arange(len(hidden_BMT))
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         if stream == Stream.TIME:

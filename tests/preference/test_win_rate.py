@@ -71,7 +71,7 @@ def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
 
 
 def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"absent\.py:judge: cannot be imported"):
+    with pytest.raises(ConfigError, match=r"absent\.py:judge: there is no such file"):
         make("dpo", tmp_path, judge="absent.py:judge", eval_dataset=PREFERENCES)
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
     with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):

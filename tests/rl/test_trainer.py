@@ -480,7 +480,7 @@ def test_one_config_trains_models_of_several_families(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=4), method="trace-rl")
     for attention, block_size, expected in (("block_causal", 4, ("view-constant", 10.0)), ("bidirectional", None, ("view", None))):
         trainer = GRPOTrainer(tiny(attention, block_size), share_of_a, args, PAIRS)
-        assert (trainer.aggregation, trainer.method.log_ratio_clamp) == expected
+        assert (trainer.method.aggregation, trainer.method.log_ratio_clamp) == expected
 
 
 def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):

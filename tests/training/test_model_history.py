@@ -17,6 +17,7 @@ from unmask.convert.trainer import ConvertTrainer
 from unmask.models.load import load
 from unmask.models.model_card import MARKER, history
 from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.tasks import get_task
 from unmask.training.model_history import last_metrics
 
 
@@ -143,4 +144,4 @@ def test_a_file_is_called_by_its_name_alone(tmp_path):
     file = str(tmp_path / "tales.txt")
     assert data_name(DataConfig(train=file)) == "tales.txt"
     assert data_name(DataConfig(train=[{"path": file}, {"path": "owner/stories"}])) == "tales.txt, owner/stories"
-    assert data_name(DataConfig(task="sudoku")) == "sudoku" and data_name(DataConfig()) is None
+    assert data_name(DataConfig(task="sudoku"), get_task("sudoku")) == "sudoku" and data_name(DataConfig()) is None

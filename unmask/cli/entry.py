@@ -28,8 +28,11 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
 from unmask.cli.chat import chat
 from unmask.cli.compare import compare
+from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.new import new
+from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
@@ -82,10 +85,8 @@ app.add_typer(sandbox, name="sandbox")
 
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Unmask has its own progress display
-    # In every run bitsandbytes warns of a missing CPU kernel, torchao of kernels for other machines, and torch of torchao.
-    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
-        logging.getLogger(library).setLevel(logging.ERROR)
+    if not debugging(sys.argv):
+        silence_libraries()
     warnings.formatwarning = _format_warning
     logging.setLogRecordFactory(_Record)
     with contextlib.ExitStack() as stack:
@@ -115,7 +116,9 @@ def show_version(wanted: bool) -> None:
 @app.callback()
 def common(
     ctx: typer.Context,
-    debug: Annotated[bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error, and what libraries print and warn of.")
+    ] = False,
     version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     ctx.obj = debug  # read by Commands.invoke
@@ -306,6 +309,9 @@ def report(
         typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
 
 
+app.command(epilog="Example: unmask new my-run --kind rewards --model runs/sft/model, then make in the folder my-run")(new)
+
+
 @app.command()
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
@@ -317,3 +323,7 @@ def demo(
     from unmask.demo import run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite)
+    typer.echo(for_stdout(f"{output / 'report.html'}: open it in a browser"))
+
+
+app.command(epilog="Example: unmask doctor > doctor.txt")(doctor)

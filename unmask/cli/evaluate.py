@@ -13,8 +13,9 @@ from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
-from unmask.console import show_table
+from unmask.console import for_stdout, show_table
 from unmask.errors import ConfigError
+from unmask.redaction import shell_line
 
 if TYPE_CHECKING:
     from unmask.commands.processes import Processes
@@ -80,9 +81,11 @@ def evaluate(
     result = run_evaluation(model, evaluation, sampler, output, import_harness, processes, replace=overwrite)
     if evaluation.curve:
         show_curves(result.tasks, model.path)
-        return
-    for scores in result.tasks:
-        show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
+    else:
+        for scores in result.tasks:
+            show_scores(scores, f"{model.path}: {scores.task}", result.times["tasks"][scores.task]["tokens_per_second"])
+    if output:
+        typer.echo(for_stdout(f"next: {shell_line(['unmask', 'report', str(output)])}"))
 
 
 def evaluate_against(

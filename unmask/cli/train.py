@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -22,8 +23,8 @@ from typer.core import TyperCommand
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
-from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
-from unmask.console import for_stdout, show_table
+from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.console import for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
 
@@ -131,6 +132,14 @@ Unsandboxed = Annotated[
 ]
 
 
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="train:SIZE|PATH", help="pretrain from scratch: train a tokenizer of SIZE tokens on the data, or take another one."
+    ),
+]
+
+
 def train(
     ctx: typer.Context,
     overrides: Annotated[
@@ -140,8 +149,11 @@ def train(
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
     mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
+    tokenizer: Tokenizer = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data or generates its own.")] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="NAME", help="A task, which reads the data or generates its own: a name, or file.py:NAME.")
+    ] = None,
     accept_unsandboxed: Unsandboxed = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
     resume: Annotated[
@@ -161,11 +173,12 @@ def train(
 
     verb = str(ctx.info_name)
     refuse_old(config or [])
-    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
+    flags: dict[str, Any] = {"model.path": model, "model.tokenizer": tokenizer, "data.train": data, "data.task": task}
+    flags |= {"output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    older, files = older_layers(os.environ, verb), config or []
-    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS]}
-    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, **given)
+    given: dict[str, Any] = {"flags": flags, "overrides": overrides or [], "keys": ctx.meta[KEYS], "older": older_layers(os.environ, verb)}
+    layers = read_layers(recipes=recipes, config_files=config or [], environ=os.environ, **given)
+    import_modules(layers)
     if mode or recipes:
         from unmask.commands.settings.modes import adapt_recipes
 
@@ -194,12 +207,22 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
     from unmask.training.durable.lost_process import ending_with_others
 
+    started = time.monotonic()
     with ending_with_others(Path(settings.output_dir)):
         from unmask.commands.run import run_verb
 
         retention = run_verb(verb, settings, resume, import_harness)
         if retention is not None:
             show_retention(retention, f"what {verb} kept of {settings.model.path}")
+    if is_first_process():
+        show_summary(verb, settings, time.monotonic() - started)
+
+
+def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
+    from unmask.commands.summary import next_command, summarise
+
+    show_table(summarise(verb, settings, seconds), f"{verb}: finished")
+    typer.echo(for_stdout(f"next: {next_command(verb, settings)}"))
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

@@ -54,8 +54,7 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
     """
     args = training_arguments(verb, config)
     estimate, timer = estimate_run(config, args), StepTimes()
-    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[timer], progress=phase) as trainer:
+    with short_trainer(verb, config, args, STEPS, callbacks=[timer]) as trainer:
         steps, setup_seconds = trainer.planned_steps(args), trainer.setup_seconds(args)
         trainer.train()
     measured = timer.seconds[STEPS - 1 :: STEPS]
@@ -65,10 +64,11 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
 @contextlib.contextmanager
 def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any) -> Iterator[Any]:
     """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
-    with tempfile.TemporaryDirectory() as folder:
+    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, display, display.phase(verb) as phase:
         short_config = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
         short_args = training_arguments(verb, short_config)
-        yield make_trainer(verb, short_config, short_args, **short_args.shortened_arguments(steps) | rest)
+        yield make_trainer(verb, short_config, short_args, **short_args.shortened_arguments(steps) | rest, progress=phase)
 
 
 class StepTimes(TrainerCallback):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +20,7 @@ from unmask.commands.processes import ALONE, Processes
 from unmask.config.base import Config
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
+from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
@@ -43,6 +46,8 @@ class Part(NamedTuple):
     rows: list[Row]
     sampler: SamplerConfig
     evaluation: EvaluationConfig
+    source: str | None
+    """Of the rows; None: the task's own."""
     protocol: Protocol | None = None
     authors: Mapping[str, Any] = MappingProxyType({})
 
@@ -58,7 +63,12 @@ class Part(NamedTuple):
         return part
 
 
+OF_PROBLEMS = ("rows_sha256", "task_sha256")
+"""The parts of a protocol that the options do not say."""
 Section = TypeVar("Section", bound=Config)
+Measure = Callable[[Phase], list[TaskScores]]
+"""Measures one or more tasks, and updates the phase."""
+LM_EVAL = "lm-eval"
 Harness = Callable[[], ModuleType]
 """Imports `unmask.evaluation.harness`, whose library is optional."""
 
@@ -125,15 +135,15 @@ def _evaluate(
     processes.wait()  # before one of them writes the output
     log = processes.log(output, whole) if output is not None and (parts or documents) else None
     scores, seconds = dict[str, TaskScores](), dict[str, float]()
-    for name, part in parts.items():
-        with _timed(scores, seconds):
-            scores[name] = _scores(lm, name, part, log, judge)
+    measures: dict[str, Measure] = {name: partial(_scores, lm, name, part, log, judge) for name, part in parts.items()}
     if documents:
-        with _timed(scores, seconds):
-            scores[LIKELIHOOD] = documents.measure(lm, log)
+        measures[LIKELIHOOD] = lambda phase: [documents.measure(lm, log, phase)]
     if harness is not None and evaluation.lm_eval:
-        with _timed(scores, seconds):
-            scores |= {found.task: found for found in _of_harness(harness(), lm, evaluation, sampler, output)}
+        measures[LM_EVAL] = partial(_of_harness, harness(), lm, evaluation, sampler, output)
+    with Progress([(name, 1.0) for name in measures], stream=None if processes.rank == 0 else io.StringIO()) as progress:
+        for name, measure in measures.items():
+            with progress.phase(name) as phase, _timed(scores, seconds):
+                scores |= {found.task if name == LM_EVAL else name: found for found in measure(phase)}
     times = {"begun": begun, "seconds": time.perf_counter() - start, **_speeds(scores, seconds, log)}
     tasks = [*scores.values(), *_areas(evaluation, parts, scores)]
     result = EvaluationResult(model=identity, arguments=arguments, tasks=tasks, environment=environment(lm), times=times)
@@ -157,8 +167,8 @@ def _unchanged(
         there = read_result(output)
     except DataError:
         return None
-    measured = {scores.task: scores.protocol.get("rows_sha256") for scores in there.tasks}
-    same = all(measured.get(name) == protocol["rows_sha256"] for name, protocol in protocols.items())
+    measured = {scores.task: scores.protocol for scores in there.tasks}
+    same = all(measured.get(name, {}).get(key) == protocol.get(key) for name, protocol in protocols.items() for key in OF_PROBLEMS)
     return there if same and (there.model, there.arguments) == (model, arguments) else None
 
 
@@ -186,7 +196,7 @@ def refuse_unread(evaluation: EvaluationConfig, sampler: SamplerConfig) -> None:
 
 def _protocols(lm: DiffusionLM, evaluation: EvaluationConfig, parts: Mapping[str, Part], documents: Documents | None) -> dict[str, Any]:
     """What items depend on beside the model."""
-    protocols = {name: protocol_of(part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
+    protocols = {name: protocol_of(part.task, part.rows, part.sampler, evaluation.attempts) for name, part in parts.items()}
     protocols |= {LIKELIHOOD: documents.protocol} if documents else {}
     templates = {"chat_template": lm.tokenizer.chat_template} if evaluation.style == "chat" else {}
     return {"protocols": protocols, "pass_at": evaluation.ks, **templates}
@@ -220,7 +230,9 @@ def _areas(evaluation: EvaluationConfig, parts: Mapping[str, Part], scores: Mapp
     """The area under the curve of each task, if there are curves."""
     if not evaluation.curve:
         return []
-    points = {task: [scores[name] for name, part in parts.items() if part.task.name == task] for task in evaluation.tasks}
+    points: dict[str, list[TaskScores]] = {}
+    for name, part in parts.items():
+        points.setdefault(part.task.name, []).append(scores[name])
     return [area for of_task in points.values() if (area := curve_scores(evaluation.curve, of_task))]
 
 
@@ -260,37 +272,38 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
     parts: dict[str, Part] = {}
     for name in evaluation.tasks:
         task = get_task(name)
-        protocol = read_protocol(evaluation.protocol, name) if evaluation.protocol else None
-        wanted = _as_authors(evaluation, protocol)
-        rows = _problems(wanted, task, sampler)
+        if any(part.task.name == task.name for part in parts.values()):
+            raise ConfigError(f"another task is named {task.name} too", where=f"--task {name}", remedy="Measure it in another evaluation")
+        protocol = read_protocol(evaluation.protocol, task.name) if evaluation.protocol else None
+        wanted, source = _as_authors(evaluation, protocol), evaluation.sources.get(name)
+        rows = _problems(wanted, task, source, sampler)
         for point, own in zip(points, settings, strict=True):
             used = point if protocol else sampler_for(task, rows, point)
-            parts[with_settings(name, own, settings)] = Part(task, rows, used, wanted, protocol)
+            parts[with_settings(task.name, own, settings)] = Part(task, rows, used, wanted, source, protocol)
     return parts
 
 
-def _problems(evaluation: EvaluationConfig, task: Task, sampler: SamplerConfig) -> list[Row]:
+def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, sampler: SamplerConfig) -> list[Row]:
     check_metrics(task, evaluation.metric or [], has_judge=evaluation.judge is not None)
     if evaluation.protocol is None:  # else its temperature counts
         check_attempts(evaluation.attempts, evaluation.ks, sampler)
-    count, source = evaluation.rows + evaluation.shots, evaluation.sources.get(task.name)
-    problems = read_problems(task, source, count, split="test", hub_split=evaluation.split, seed=sampler.seed)
+    problems = read_problems(task, source, evaluation.rows + evaluation.shots, split="test", hub_split=evaluation.split, seed=sampler.seed)
     return pose(task, problems, evaluation.style, evaluation.shots)
 
 
-def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None) -> TaskScores:
+def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
     evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
-    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], **options)
+    result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
-    data = masked_text(evaluation.sources.get(part.task.name, "generated"))
+    data = masked_text(part.source or "generated")
     more = {**part.authors} | ({"judge": model_identity(judge, str(evaluation.judge))} if judge else {})
     scores = result.to_scores(**more, data=data, style=evaluation.style, shots=evaluation.shots, chat_template=template)
-    return with_speed(scores)
+    return [with_speed(scores)]
 
 
 def _of_harness(
-    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None
+    harness: ModuleType, lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerConfig, output: Path | None, phase: Phase
 ) -> list[TaskScores]:
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
@@ -305,6 +318,7 @@ def _of_harness(
         protocol=evaluation.protocol,
         strict=not (evaluation.task or evaluation.likelihood),
         use_cache=None if output is None else str(answers_beside(output)),
+        progress=phase,
         **options,
     )
     return found
@@ -325,6 +339,9 @@ def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult,
     if model.trust_remote_code:
         remedy = "Give the evaluation's own options, with --trust-remote-code if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"trust_remote_code ({path})", remedy=remedy)
+    if code := [name for name in evaluation.tasks if ":" in name]:
+        what, remedy = "names code to run, which may not stand in a result", "Give the evaluation's own options, and compare the results"
+        raise ConfigError(what, where=f"task {code[0]} ({path})", remedy=remedy)
     return before, evaluate(model, evaluation, sampler, harness=harness, expected=before)
 
 

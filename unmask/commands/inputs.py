@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from unmask.commands.verbs import Rows, Verb
 from unmask.config.run import DataConfig, DataSource, ModelConfig, RunConfig
+from unmask.data.byte_level import train_tokenizer
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_examples, load_mixture, load_rows
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load, pattern_settings
-from unmask.models.model_files import read_config
-from unmask.tasks import Puzzle, Row, Task, get_task
+from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
+from unmask.tasks import Row, Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
+from unmask.training.text_config import text_column
 
 GENERATED_ROWS = 10_000
 
@@ -34,9 +38,15 @@ def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
     return task, pose(task, problems, config.data.style) if task and problems else []
 
 
+def evaluates(config: RunConfig) -> bool:
+    """Whether there are held-out problems, on which the trained model is evaluated."""
+    task = task_of(config)
+    return task is not None and bool(config.data.eval or not task.needs_data)
+
+
 def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     """Held-out problems: from `data.eval`, or generated; none for a task that cannot generate."""
-    if not (isinstance(task, Puzzle) or data.eval):
+    if task.needs_data and not data.eval:
         return []
     return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
@@ -87,14 +97,21 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         raise error.moved(where or None) from error
 
 
-def load_or_initialise(config: RunConfig) -> DiffusionLM:
-    """The model to start from: saved weights, or new ones for an architecture."""
+def load_or_initialise(config: RunConfig, train: Rows, args: TrainingConfig) -> DiffusionLM:
+    """The model to start from: saved weights, or new ones for an architecture. A new tokenizer is trained on the rows `train`."""
     settings = config.model.load_arguments()
     if config.model.from_scratch:
         names = ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids", "parse_special_tokens")
         kept = {name: settings[name] for name in names}
-        return initialise(config.model.path, seed=config.data.seed, **kept)
+        return initialise(config.model.path, seed=config.data.seed, tokenizer=_new_tokenizer(config.model, train, args), **kept)
     return load(config.model.path, **settings)
+
+
+def _new_tokenizer(model: ModelConfig, train: Rows, args: Any) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a model from scratch: trained, or read; None: that of `model.path`."""
+    if model.tokenizer_size is not None:
+        return train_tokenizer(text_column(train, args, "train_dataset"), model.tokenizer_size)
+    return read_tokenizer(model.tokenizer, NO_CODE | {"trust_remote_code": model.trust_remote_code}) if model.tokenizer else None
 
 
 def read_pattern(model: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from unmask.artifacts import MetricsLog
 from unmask.commands.run_folder import MANIFEST
 from unmask.commands.runs import find_runs
-from unmask.errors import DataError, first_line
+from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import Report
@@ -80,7 +80,7 @@ def _own_evaluation(folder: Path) -> EvaluationResult | None:
     try:
         return read_result(folder / EVALUATION) if (folder / EVALUATION).is_file() else None
     except DataError as error:
-        warnings.warn(f"an evaluation is left out: {first_line(error)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"an evaluation is left out: {first_line(error)}", UnmaskWarning, stacklevel=3)
         return None
 
 

@@ -8,7 +8,8 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import TrainingArguments
 from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together
 from unmask.commands.evaluate import Harness, Part
-from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
+from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
 from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
 from unmask.commands.settings.listing import SET_BY_RUN
@@ -27,10 +28,12 @@ from unmask.config.run import DataConfig, RunConfig, build_training_args, resume
 from unmask.console import Progress
 from unmask.data.report import data_reports
 from unmask.evaluation.provenance import EVALUATION, write_result_of_run
-from unmask.evaluation.tasks import check_evaluation, evaluate_task
+from unmask.evaluation.tasks import TaskResult, check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
+from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
@@ -51,18 +54,19 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     """
     entry = VERBS[verb]
     task = task_of(config)
-    defaults: dict[str, Any] = {entry.canvas: task.max_completion} if task and entry.canvas and config.data.style == "plain" else {}
+    length = task.max_completion if task and config.data.style == "plain" else None
+    defaults: dict[str, Any] = {entry.canvas: length} if entry.canvas and length else {}
     defaults |= entry.config_class.data_defaults(config.data, config.data.task)
-    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
+    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data, task)}
     fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
     args = build_training_args(entry.config_class, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
     return args
 
 
-def data_name(data: DataConfig) -> str | None:
-    """The name of the data in a model card: names on the hub, or file names without their folders."""
-    sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
+def data_name(data: DataConfig, task: Task | None = None) -> str | None:
+    """The name of the data in a model card: names on the hub, file names without their folders, or the name of the task."""
+    sources = [data.train or (task and task.name)] if not isinstance(data.train, list) else [source.path for source in data.train]
     return ", ".join(without_folder(source) for source in sources if source) or None
 
 
@@ -121,41 +125,47 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
         args.overwriting(given=config.training)
     if isinstance(resume, str):
         check_last(Path(resume), output)
-    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    phases = [(verb, 20.0), *([("evaluate", 1.0)] if evaluates(config) else [])]
     with (
         folder.held(),
         naming_write_errors(output, FULL_DISK),
-        display as progress,
-        progress.phase(verb) as phase,
+        Progress(phases, stream=None if args.should_save else io.StringIO()) as progress,
         naming_full_memory(config.hardware),
     ):
-        trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
-        task, held_out = held_out_problems(config)
-        if task and held_out:
-            check_evaluation(trainer.lm, task, held_out, config.sampler)
-        for part in retained.values():
-            check_evaluation(trainer.lm, part.task, part.rows, part.sampler)
-        if resume:
-            trainer.checkpoint_to_resume(resume)  # refuses another run
-        if args.should_save and folder.overwrite:
-            forget_earlier_run(output)
-        folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
-        if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
-            write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
-        trainer.train(resume_from_checkpoint=resume)
-        save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
-        if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
-            trainer.evaluate()
-            save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
+        with progress.phase(verb) as phase:
+            trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
+            task, held_out = held_out_problems(config)
+            if task and held_out:
+                check_evaluation(trainer.lm, task, held_out, config.sampler)
+            for part in retained.values():
+                check_evaluation(trainer.lm, part.task, part.rows, part.sampler)
+            if resume:
+                trainer.checkpoint_to_resume(resume)  # refuses another run
+            if args.should_save and folder.overwrite:
+                forget_earlier_run(output)
+            folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
+            if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
+                write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
+            trainer.train(resume_from_checkpoint=resume)
+            save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
+            if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
+                trainer.evaluate()
+                save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
         if args.should_save and task and held_out:
-            evaluated = trainer.lm
-            if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
-                kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
-                evaluated = load(output / TRAINED_MODEL, device=str(args.device), **kept)
-            write_result_of_run(output, evaluated, output / TRAINED_MODEL, evaluate_task(evaluated, task, held_out, config.sampler))
+            with progress.phase("evaluate") as phase:
+                evaluate_held_out(trainer.lm, config, args, partial(evaluate_task, task=task, rows=held_out, progress=phase))
         if config.retention is None:
             folder.finish()
     return folder
+
+
+def evaluate_held_out(lm: DiffusionLM, config: RunConfig, args: TrainingConfig, measure: Callable[..., TaskResult]) -> None:
+    """Evaluate the trained model on held-out problems, and write the result."""
+    output = Path(config.output_dir)
+    if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
+        kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
+        lm = load(output / TRAINED_MODEL, device=str(args.device), **kept)
+    write_result_of_run(output, lm, output / TRAINED_MODEL, measure(lm, sampler=config.sampler))
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
@@ -173,7 +183,8 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     bound_memory(config.hardware, args.device)
     task = task_of(config)
     train, held_out = read_data(config, entry, task, args)
-    lm = load_or_initialise(config)
+    with naming_files(config.data):
+        lm = load_or_initialise(config, train, args)
     if config.data.chat_template is not None:
         lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:

@@ -12,6 +12,7 @@ from typing import Any
 from accelerate import PartialState
 
 from unmask.artifacts import run_manifest, write_atomic, write_json
+from unmask.commands.inputs import task_of
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
@@ -20,7 +21,7 @@ from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.durable.checkpoint_files import UNFINISHED
-from unmask.training.resume.fingerprints import file_fingerprints
+from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.resume.record import RunRecord
 
 MANIFEST, CONFIG, TRAINED_MODEL = "manifest.json", "config.yaml", "model"
@@ -31,9 +32,13 @@ ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
 
 
 def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
-    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of streamed data also their files."""
+    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of streamed data also their files, of
+    a task of the user its code."""
     values, kinds = flat_values(config), kinds_of(RunConfig)
     settings = {name: (value, kinds[name]) for name, value in values.items() if name not in ELSEWHERE}
+    if task := task_of(config):
+        settings["data.task"] = task.name, OnResume.OTHER
+        settings["data.task_code"] = code_fingerprint(task), OnResume.OTHER
     if config.data.streaming and config.data.train is not None:
         train = config.data.train
         paths = [train] if isinstance(train, str) else [source.path for source in train]

@@ -12,7 +12,7 @@ from typing import Any
 
 from unmask.artifacts import MetricsLog, read_file
 from unmask.commands.run_folder import MANIFEST
-from unmask.errors import DataError, first_line
+from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
@@ -49,7 +49,7 @@ def _describe(path: Path) -> dict[str, Any] | None:
     except ValueError:  # an open quote
         odd = ["command"]
     if odd:
-        warnings.warn(f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"the run in {path.parent} is left out: its manifest's {odd[0]} is damaged", UnmaskWarning, stacklevel=3)
         return None
     folder = path.parent
     state = manifest.get("state", "finished")  # earlier versions wrote it at the end
@@ -75,7 +75,7 @@ def _read_log(path: Path) -> list[dict[str, Any]]:
     try:
         return [line for line in MetricsLog(path).read() if isinstance(line, dict)] if path.is_file() else []
     except (DataError, OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", UnmaskWarning, stacklevel=3)
         return []
 
 

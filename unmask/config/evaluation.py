@@ -34,7 +34,7 @@ class EvaluationConfig(Config):
     on_resume: ClassVar[OnResume] = OnResume.ACTS
 
     task: list[str] | None = None
-    """A built-in task: sudoku, gsm8k, humaneval, ...; for several, repeat it or write a,b."""
+    """A task: sudoku, gsm8k, humaneval, ..., or your own as file.py:NAME or package.module:NAME; for several, repeat it or write a,b."""
     data: list[str] | None = None
     """The file of the task's problems, or a dataset on the hub; for several tasks NAME=FILE, repeated; unset: generated, held out."""
     split: str = "test"

@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 import typer
 
 from unmask.config.base import Config
+from unmask.config.run import OF_NEW_MODELS
 from unmask.errors import ConfigError
 
 TEXTS = {"json_schema": "{", "grammar": "start:"}
 """Fields whose options take a text, which holds this, or a file with the text."""
+UNREAD = {("model", name) for name in OF_NEW_MODELS}
+"""Fields without an option."""
 
 
 def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
@@ -54,6 +57,8 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
 def _options(section: str, config: type[Config]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Each option, and the path of its field in the config. The fields of a config inside it follow its name: `--constraint-regex`."""
     for name, field in config.model_fields.items():
+        if (section, name) in UNREAD:
+            continue
         inner = _inner_config(field.annotation)
         if inner is None:
             yield _option_name(section, name), (name,)

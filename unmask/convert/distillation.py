@@ -18,6 +18,7 @@ from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.tensor_checks import check_tensors
 
 MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
@@ -46,6 +47,7 @@ def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: 
         views: the hidden tokens and the targets.
         top_k: the number of the teacher's most probable tokens that are compared one by one; the others count as one token.
     """
+    check_tensors(ids_BT=ids_BT, document_BT=document_BT, **views.tensors)
     target_BMT = views.target_BMT
     any_target_BT = target_BMT.any(1)
     log_p_UK, top_UK, teacher_UD = predictions(teacher, ids_BT, document_BT, any_target_BT, top_k)
@@ -59,6 +61,22 @@ def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: 
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_visible(lm, views, document_BT)[target_BMT]
     return Comparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
+
+
+def distillation_loss(found: Comparison, views: Views, *, distillation: float, alignment: float = 0.0) -> Tensor:
+    """The weighted loss of the targets, summed, in nats, to be divided by the maskable tokens of the whole batch.
+
+    Args:
+        found: the comparison on these views.
+        distillation: the weight of the forward KL against the cross-entropy, from 0 to 1, where the teacher's prediction is the target;
+            elsewhere the cross-entropy has weight 1.
+        alignment: the weight of the distance between hidden states.
+    """
+    check_tensors(**views.tensors)
+    weight_N, kl_weight_N = views.weight_BMT[views.target_BMT], distillation * found.taught_N.float()
+    check_tensors(weight_N=weight_N, **found._asdict())
+    loss = (weight_N * ((1 - kl_weight_N) * -found.log_prob_N + kl_weight_N * found.divergence_N)).sum()
+    return loss + alignment * found.distance_N.sum()
 
 
 def later_visible(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
@@ -89,6 +107,7 @@ def most_probable(logits_NV: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
     """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the vocabulary."""
+    check_tensors(log_p_NK=log_p_NK, log_q_NK=log_q_NK)
     rest_p_N, rest_q_N = ((1 - log_NK.exp().sum(1)).clamp_min(MIN_REST_PROBABILITY) for log_NK in (log_p_NK, log_q_NK))
     top_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
     return top_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())

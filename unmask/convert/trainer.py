@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 from unmask.artifacts import read_file
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
-from unmask.convert.distillation import compare
+from unmask.convert.distillation import compare, distillation_loss
 from unmask.convert.resumption import StageResumption
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
@@ -133,12 +133,10 @@ class StageTrainer(DiffusionTrainer):
 
     def _distillation_loss(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
         found = compare(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
-        weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
+        count = float(views.target_BMT.sum())
         for name, values in (("cross_entropy", -found.log_prob_N), ("kl", found.divergence_N), ("distance", found.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        kl_weight_N = self.args.distillation * found.taught_N.float()
-        loss = (weight_N * ((1 - kl_weight_N) * -found.log_prob_N + kl_weight_N * found.divergence_N)).sum()
-        return loss + self.args.alignment * found.distance_N.sum()
+        return distillation_loss(found, views, distillation=self.args.distillation, alignment=self.args.alignment)
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
@@ -383,5 +381,5 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
         limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
-        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where), ends=lm.eos_token_ids)
+        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where, max_unknown=args.max_unknown), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)

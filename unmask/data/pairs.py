@@ -92,6 +92,7 @@ def pair_rows(
             converted = reader.read(example)
             prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
+            report.unknown.count(tokenizer, [*prompt, *completion], converted)
             report.record_lengths(prompt=len(prompt), completion=len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
@@ -118,8 +119,12 @@ def preference_rows(
     reader, pairs = Reader(PREFERENCES), list[dict[str, Any]]()
     for index, example in enumerate(examples):
         with report.row(index):
-            prompt, chosen, rejected = encode_preference(tokenizer, reader.read(example), ends)
+            converted = reader.read(example)
+            prompt, chosen, rejected = encode_preference(tokenizer, converted, ends)
+            report.unknown.count(tokenizer, [*prompt, *chosen, *rejected], converted)
             if chosen == rejected:
+                if not report.skip:
+                    report.unknown.check("")  # which may be why they are the same
                 remedy = "Remove the row: it states no preference."
                 raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])

@@ -9,7 +9,7 @@ from typing import Literal
 from unmask.config.run import DataSource
 from unmask.data.sources import load_records
 from unmask.errors import ConfigError
-from unmask.tasks import Row, Task, as_puzzle
+from unmask.tasks import Row, Task
 from unmask.tasks.base import Style
 
 
@@ -38,7 +38,7 @@ def read_problems(
     if source:
         with closing(load_records(source, hub_split or split)) as records:  # closes the file after an error too
             return list(islice(task.rows(records), count))
-    return as_puzzle(task).generate(split, count or 0, seed)
+    return task.generate(split, count or 0, seed)
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:

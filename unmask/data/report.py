@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from unmask.console import show_table
 from unmask.data.encoding import EQUAL_RESPONSES
 from unmask.data.rows import prepending_place
+from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import DataError
 
 NAMED = 10
@@ -40,10 +41,10 @@ def data_reports(trainer: Any) -> dict[str, DataReport]:
 
 class DataReport:
     """Counts the rows of a dataset (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
-    counted."""
+    counted. `max_unknown`: the fraction of the tokens that may be unknown to the tokenizer."""
 
-    def __init__(self, where: str, *, skip: bool = False):
-        self.where, self.skip = where, skip
+    def __init__(self, where: str, *, skip: bool = False, max_unknown: float = 1.0):
+        self.where, self.skip, self.unknown = where, skip, UnknownTokens(max_unknown)
         self.read = 0  # number of rows read
         self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
         self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
@@ -79,11 +80,12 @@ class DataReport:
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
     def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
-        """The rows with this report. Raises DataError if there are no rows."""
+        """The rows with this report. Raises DataError if there are no rows, or too many unknown tokens."""
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
             remedy = "Fix the data; with bad_rows: error each error is shown"
             raise DataError(f"no row is left ({reasons})", where=self.where, remedy=remedy)
+        self.unknown.check(self.where)
         reported = Rows(rows)
         reported.report = self
         return reported
@@ -97,7 +99,7 @@ class DataReport:
         if self.packed is not None:
             counts["packed"] = self.packed
         tokens = {name: quantiles(lengths) | {"histogram": histogram(lengths)} for name, lengths in self.lengths.items()}
-        return counts | {"tokens": tokens}
+        return counts | {"unknown_tokens": {"fraction": self.unknown.fraction, "examples": self.unknown.examples}, "tokens": tokens}
 
     def show(self) -> None:
         """Print two tables: row counts and lengths."""
@@ -110,6 +112,7 @@ class DataReport:
         counts += [(f"{name} cut", f"{count:,}") for name, count in self.truncated.items()]
         if self.packed is not None:
             counts.append(("packed into", f"{self.packed:,}"))
+        counts.append(("unknown tokens", f"{self.unknown.fraction:.2%}"))
         show_table(counts, f"{self.where}: rows")
         columns = [quantiles(lengths) | histogram(lengths) for lengths in self.lengths.values()]
         buckets = {name for column in columns for name in column} - QUANTILES.keys()

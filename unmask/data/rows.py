@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.special_tokens import encode_texts
+from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import DataError
 from unmask.records import require_names
 
@@ -82,7 +83,13 @@ def prepending_place(where: str) -> Iterator[None]:
 
 
 def iter_text_rows(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    max_length: int,
+    *,
+    packed: bool = True,
+    where: str = "train_dataset",
+    unknown: UnknownTokens | None = None,
 ) -> Iterator[Row]:
     """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends with EOS.
 
@@ -91,10 +98,11 @@ def iter_text_rows(
     from the one before. A row with no token to learn is left out.
 
     Raises:
-        DataError: a text is not a string or has the mask token; or, at the end, there was no text.
+        DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too many `unknown` tokens.
     """
+    unknown = unknown or UnknownTokens()
     bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
+    documents = (bos + body + eos for body in _encoded(tokenizer, texts, where, unknown) if body)
     # A token is its id, the number of its document, and whether it is learnt.
     tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
     rows: Iterator[list[tuple[int, int, bool]]] = (list(islice(document, max_length)) for document in tokenised)
@@ -111,7 +119,7 @@ def iter_text_rows(
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> Iterator[list[int]]:
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, unknown: UnknownTokens) -> Iterator[list[int]]:
     """The ids of each text, without special tokens."""
     numbered = enumerate(texts)
     while chunk := list(islice(numbered, TEXTS_AT_ONCE)):
@@ -119,10 +127,14 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
             if not isinstance(text, str):
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
         encoded = encode_texts(tokenizer, [text for _, text in chunk])
-        for (index, _), ids in zip(chunk, encoded, strict=True):
+        for (index, text), ids in zip(chunk, encoded, strict=True):
             with prepending_place(f"{where}, row {index}"):
                 refuse_mask(tokenizer, ids)
-            yield ids
+            unknown.count(tokenizer, ids, text)
+        if unknown.lazily:
+            unknown.check(where)
+        yield from encoded
+    unknown.check(where)
 
 
 def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:

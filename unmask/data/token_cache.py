@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from unmask.artifacts import read_file, write_atomic
 from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.data.special_tokens import parses_special_tokens
+from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -97,10 +98,12 @@ def cached_rows(
     *,
     packed: bool = True,
     where: str = "train_dataset",
+    max_unknown: float = 1.0,
 ) -> Dataset:
     """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not exist.
 
-    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length` and `packed`. The first process of each machine
+    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed` and `max_unknown`, the fraction of the
+    tokens that may be unknown. The first process of each machine
     creates them. `texts` are iterated to compute the hash, and again to create a cache.
 
     Raises:
@@ -114,21 +117,23 @@ def cached_rows(
     except OSError as error:
         what = f"cannot create the folder {folder}: {error.strerror}"
         raise ConfigError(what, where="token_cache", remedy="Choose another") from error
-    cache = Path(folder) / _cache_key(tokenizer, texts, max_length, packed)
+    cache = Path(folder) / _cache_key(tokenizer, texts, max_length, packed, max_unknown)
     with PartialState().local_main_process_first():
         if not cache.exists():
-            _write_cache(cache, iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where))
+            unknown = UnknownTokens(max_unknown)
+            _write_cache(cache, iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where, unknown=unknown))
     return _read_cache(cache)
 
 
-def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, packed: bool) -> str:
+def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, packed: bool, max_unknown: float) -> str:
     tokenizer("")  # resets truncation and padding of earlier calls, which would be saved too
     key = hashlib.sha256()
     with tempfile.TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
         for file in sorted(Path(saved).iterdir()):
             key.update(file.read_bytes())
-    settings = [CACHE_FORMAT, max_length, packed, tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
+    settings = [CACHE_FORMAT, max_length, packed, max_unknown]
+    settings += [tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
     key.update(json.dumps(settings).encode())
     for text in texts:
         key.update(repr(text).encode())  # quoted, so that the boundaries of texts count

@@ -16,6 +16,7 @@ from unmask.diffusion.log_probs import COPIES_AT_ONCE, noise_groups, view_log_pr
 from unmask.diffusion.views import Draw, Views, all_masked_views, columns, elbo_views, exact_views, group_sizes, place_in_group
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.tensor_checks import check_tensors
 
 MAX_EXACT_WIDTH = 12
 FROM_END = 2**31  # above the numbers that count from the beginning
@@ -57,6 +58,7 @@ def elbo(
     distributed and independent, and the squares of their differences estimate the variance without bias. If P is odd, the pair in the
     middle has no other, and counts as an average one; a single pair says nothing about the error.
     """
+    check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT, key_B=draw.key_B)
     samples -= samples > 2 and samples % 2 == 0
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
     relative_BT, number_BT = _common_numbers(group_BT, shared)
@@ -108,6 +110,7 @@ def exact_log_likelihood(
 ) -> Tensor:
     """log p(maskable tokens | the others) [B], in nats, exactly: one pass of a causal model, else `any_order`. Raises GenerationError for a
     group of more than 12 maskable tokens."""
+    check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, maskable_BT=maskable_BT)
     if lm.autoregressive:
         views = all_masked_views(maskable_BT)
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
@@ -137,6 +140,7 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     The sum over orders is a sum over the 2^L subsets S, each reached by its last token. It is differentiable. A group with fewer tokens
     than the widest is padded with tokens of probability 1, which changes no mean.
     """
+    check_tensors(group_BT=group_BT, log_prob_BMT=log_prob_BMT)
     length, num_views = group_BT.shape[1], log_prob_BMT.shape[1]
     width, valid_BT = num_views.bit_length(), group_BT >= 0
     total_B = log_prob_BMT.new_zeros(len(group_BT))

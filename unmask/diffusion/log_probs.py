@@ -17,6 +17,7 @@ from torch import Tensor
 from unmask.diffusion.views import Views
 from unmask.models.attention import AttentionMask, Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
+from unmask.tensor_checks import check_tensors
 
 Pattern = tuple[Layout, AttentionMask]
 COPIES_AT_ONCE = 3
@@ -37,6 +38,7 @@ def view_log_probs(
         temperature: the logits are divided by it.
         chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
     """
+    check_tensors(ids_BT=ids_BT, attention_mask_BT=attention_mask_BT, **views.tensors)
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.split_causal()
         parts = [(lm, noised)] if noised.count else []
@@ -161,12 +163,27 @@ def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterat
 
 
 def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
-    """The segment [B, T] of each maskable token, -1 elsewhere: the tokens that are noised together."""
+    """The segment [B, T] of each maskable token, -1 elsewhere: the tokens that are noised together.
+
+    Args:
+        lm: its attention decides: a bidirectional model has one segment for each document, a block-causal one for each block.
+        maskable_BT: boolean; the tokens that may be hidden.
+        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered. None: every row is one document.
+    """
+    check_tensors(maskable_BT=maskable_BT, attention_mask_BT=attention_mask_BT)
     document_BT = torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
     return torch.where(maskable_BT, segments(Layout.of(document_BT), lm.attention, lm.block_size), -1)
 
 
+def sum_over_views(log_prob_BMT: Tensor, views: Views) -> Tensor:
+    """The weighted sum over views [B, T], in nats. With the weights of the ELBO, its sum over the tokens of a response estimates the lower
+    bound on the log-likelihood of the response."""
+    check_tensors(log_prob_BMT=log_prob_BMT, **views.tensors)
+    return (views.weight_BMT * log_prob_BMT).sum(1)
+
+
 def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:
     """-sum(weight * log p), to be divided by the maskable tokens of the whole batch; with the weights of the ELBO, its negative (Sahoo et
-    al. 2024, MDLM)."""
+    al. 2024, MDLM). A scalar, in nats."""
+    check_tensors(log_prob_BMT=log_prob_BMT, **views.tensors)
     return -(views.weight_BMT * log_prob_BMT).sum()

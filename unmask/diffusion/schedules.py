@@ -59,7 +59,7 @@ class Noise:
             "1/t"; "uniform": 1; "cart": by the visible text nearby (`unmask.diffusion.views.cart_weights`).
     """
 
-    schedule: Schedule
+    schedule: Schedule = SCHEDULES["linear"]
     low: float = 1e-3
     high: float = 1.0
     timesteps: int | None = None

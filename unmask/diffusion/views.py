@@ -4,6 +4,9 @@ Weights are scaled so that `(weight * log_prob).sum()` over views and tokens est
 tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one attention block in a
 block-causal one. The bound is the sum over groups of the bound of each group given the clean groups before it.
 
+Plans read `group_BT`, the group of each maskable token and -1 elsewhere (`unmask.diffusion.log_probs.noise_groups`), and a `Draw` with a
+key for each row. They raise ConfigError if these differ in their numbers of rows.
+
 Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
 """
 
@@ -20,6 +23,8 @@ from torch import Tensor
 
 from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.schedules import Noise
+from unmask.errors import ConfigError
+from unmask.tensor_checks import check_tensors
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 CART_CUT = 1e-6  # the tail of a geometric distribution
@@ -38,10 +43,14 @@ class Views:
     def count(self) -> int:
         return self.hidden_BMT.shape[1]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Hidden tokens, targets and weights, by name."""
+        return {"hidden_BMT": self.hidden_BMT, "target_BMT": self.target_BMT, "weight_BMT": self.weight_BMT}
+
     def equals(self, other: Views) -> bool:
         """Whether hidden tokens, targets and weights are equal."""
-        names = ("hidden_BMT", "target_BMT", "weight_BMT")
-        return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+        return self.causal == other.causal and all(torch.equal(part, other.tensors[name]) for name, part in self.tensors.items())
 
     @cached_property
     def target_on_host(self) -> np.ndarray:
@@ -104,12 +113,19 @@ class Draw:
         return self.uniform(torch.zeros_like(self.key_B[:, None]), num_views, stream).squeeze(2)
 
 
+def _check(group_BT: Tensor, draw: Draw, number_BT: Tensor | None = None) -> None:
+    """Refuse a draw that is not of as many rows as the groups."""
+    check_tensors(group_BT=group_BT, key_B=draw.key_B, rows_before_B=draw.rows_before_B, number_BT=number_BT)
+
+
 def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int = 1) -> Views:
-    """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t).
+    """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t) (MDLM, Sahoo et al.
+    2024).
 
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
     """
+    _check(group_BT, draw)
     time_BMT = noise.time(stratified(draw, group_BT, num_views))
     hidden_BMT = (draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BMT, noise.weight(time_BMT) / num_views)
@@ -121,6 +137,7 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has this rate, times
     the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
+    _check(group_BT, draw)
     noise = noise.paired()
     time_BMT = noise.time(stratified(draw, group_BT, 1))
     rate_BMT, weight_BMT = noise.schedule.mask_rate(time_BMT), noise.weight(time_BMT)
@@ -136,6 +153,7 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
     are the shown tokens of the same segment (`unmask.models.attention.segments`: block or document), and all of the document's earlier
     segments (the clean blocks). Packed documents are numbered.
     """
+    check_tensors(**views.tensors, segment_BT=segment_BT, document_BT=document_BT)
     hidden_BMT, length = views.hidden_BMT, segment_BT.shape[1]
     near_BMT = torch.zeros_like(views.weight_BMT)
     reach = min(length - 1, math.ceil(math.log(CART_CUT) / math.log1p(-p)))
@@ -150,7 +168,9 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
 
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
-    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k. `number_BT` as of `hide`."""
+    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k (LLaDA, Nie et al. 2025).
+    `number_BT` as of `hide`."""
+    _check(group_BT, draw, number_BT)
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = 1 + (stratified(draw, group_BT, num_views) * size_B1T).long()
     return _weighted(hide(group_BT, draw, count_BMT, number_BT), size_B1T / count_BMT / num_views)
@@ -162,6 +182,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     k ~ U{1..L}. For k = L the second view hides nothing and the first has weight 1; else the weights are L/k and L/(L - k), halved. The
     mean is the same ELBO as that of `complementary_pair`, with weights of at most L/2, instead of 1/t.
     """
+    _check(group_BT, draw)
     size_B1T = group_sizes(group_BT)[:, None]
     count_B1T = 1 + (stratified(draw, group_BT, 1) * size_B1T).long()
     hidden_BMT = _with_complement(hide(group_BT, draw, count_B1T), group_BT)
@@ -174,6 +195,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
 def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over the pairs (ESPO, Ou et al.
     2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views of all pairs come before the second ones."""
+    _check(group_BT, draw)
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
     hidden_BMT = _with_complement(hide(group_BT, draw, count_BMT), group_BT)
@@ -189,6 +211,7 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tenso
     """
     if num_views == 1:
         return exact_count_views(group_BT, draw, num_views=1, number_BT=number_BT)
+    _check(group_BT, draw, number_BT)
     valid_B1T = (group_BT >= 0)[:, None]
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = num_views - 1
@@ -209,6 +232,7 @@ def exact_views(group_BT: Tensor, width: int) -> Views:
 
     Their log-probabilities give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weights are 1.
     """
+    check_tensors(group_BT=group_BT)
     subset_1M1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
     shown_BMT = subset_1M1 >> place_in_group(group_BT)[:, None] & 1 == 1
     first_BMT = subset_1M1 < 2 ** group_sizes(group_BT)[:, None] - 1
@@ -220,9 +244,13 @@ def all_masked_views(
 ) -> Views:
     """One view with the whole completion hidden, each token a target of weight 1 (diffu-GRPO, Zhao et al. 2025). With a `prompt_rate` the
     prompt's tokens are hidden too, independently with this probability, but are no targets."""
+    check_tensors(completion_BT=completion_BT, prompt_BT=prompt_BT, key_B=None if draw is None else draw.key_B)
     hidden_BMT = completion_BT[:, None].clone()
     if prompt_rate > 0:
-        assert prompt_BT is not None and draw is not None
+        if prompt_BT is None or draw is None:
+            raise ConfigError(
+                "hides tokens of the prompt at random", where="prompt_rate", remedy="Give prompt_BT and draw, or leave it out"
+            )
         hidden_BMT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
     target_BMT = completion_BT[:, None]
     return Views(hidden_BMT, target_BMT, target_BMT.float())

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from unmask.console import Phase, tracked
 from unmask.data.encoding import encode_prompt
 from unmask.data.rows import Column
 from unmask.data.sources import load_rows
@@ -61,16 +62,18 @@ class Documents:
         protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts, "rows_sha256": rows_fingerprint(problems)}
         return cls(dict(zip(item_ids(problems), documents, strict=True)), estimator, samples, seed, protocol)
 
-    def measure(self, lm: DiffusionLM, log: ItemLog | None = None) -> TaskScores:
+    def measure(self, lm: DiffusionLM, log: ItemLog | None = None, progress: Phase | None = None) -> TaskScores:
         """The negative log-likelihood per token, over the tokens of all documents, with an interval that resamples documents. The score of
         an item is over the tokens of its document.
 
         Args:
             log: keeps documents as they finish, and shares them among processes.
+            progress: a phase of a progress display to update.
         """
         found = {} if log is None else log.finished(LIKELIHOOD)
         asked = [name for name in self.by_id if name not in found]
-        for number in range(len(asked)) if log is None else log.share(range(len(asked))):
+        own = range(len(asked)) if log is None else log.share(range(len(asked)))
+        for number in tracked(own, len(own), progress):
             item = self._item(lm, asked[number])
             found[item.id] = item
             if log is not None:

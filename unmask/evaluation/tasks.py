@@ -13,6 +13,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from unmask.config.run import SamplerConfig
+from unmask.console import Phase, tracked
 from unmask.data.encoding import Prompt, is_ids
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, split_of
+from unmask.training.resume.fingerprints import code_fingerprint
 
 SPEED_ONLY = {"batch_size", "max_batch_tokens", "agreement_prompts"}
 """Settings of a sampler that change no completion."""
@@ -41,7 +43,7 @@ class TaskResult:
     task: str
     items: list[Item]  # in the order of the rows
     of_texts: TextScores = field(default_factory=TextScores)  # overlap with reference texts, diversity, perplexity, if requested
-    protocol: dict[str, Any] = field(default_factory=dict)  # what the completions depend on beside the model
+    protocol: dict[str, Any] = field(default_factory=dict)  # what the scores depend on beside the model
     knows_split: bool = False  # whether the model was trained on the training split of this task, so that the rest is unseen
 
     @property
@@ -111,13 +113,15 @@ def sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerC
     return sampler
 
 
-def protocol_of(rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
-    """What the completions depend on beside the model: the rows with their prompts, the sampler, the attempts."""
+def protocol_of(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig, attempts: int = 1) -> dict[str, Any]:
+    """What the scores depend on beside the model: the rows with their prompts, the sampler, the attempts, the code of a user's task."""
+    code = code_fingerprint(task)
     return {
         "rows": len(rows),
         "rows_sha256": rows_fingerprint(rows),
         "attempts": attempts,
         "sampler": sampler.model_dump(mode="json", exclude=SPEED_ONLY),
+        **({"task_sha256": code["sha256"]} if code else {}),
     }
 
 
@@ -158,6 +162,7 @@ def evaluate_task(
     log: ItemLog | None = None,
     part: str | None = None,
     judge: DiffusionLM | None = None,
+    progress: Phase | None = None,
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
@@ -171,6 +176,7 @@ def evaluate_task(
         pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
         log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
         part: the name under which the log keeps them; None: that of the task.
+        progress: a phase of a progress display to update.
 
     Raises:
         ConfigError: as `check_text_metrics` and `check_attempts`.
@@ -179,13 +185,13 @@ def evaluate_task(
     sampler = sampler_for(task, rows, sampler)
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name)
+    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name, progress)
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
         raise DataError(f"no row could be verified: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
     of_texts = _text_scores(lm, task, [(rows[n], items[n]) for n in verified], metrics, judge) if metrics else TextScores()
-    return TaskResult(task.name, items, of_texts, protocol_of(rows, sampler, attempts), knows_split=_trained_on(lm, task))
+    return TaskResult(task.name, items, of_texts, protocol_of(task, rows, sampler, attempts), knows_split=_trained_on(lm, task))
 
 
 def _text_scores(
@@ -228,18 +234,21 @@ def _items(
     pass_at: Sequence[int],
     log: ItemLog | None,
     part: str,
+    progress: Phase | None,
 ) -> list[Item]:
     """The items of all rows; those that the log does not have are computed, by this process or another one."""
     problems = _problems(lm, rows)
-    if log is None:
-        return _answer(lm, task, problems, sampler, attempts, pass_at)
-    finished = log.finished(part)
-    asked = [problem for problem in problems if problem.id not in finished]
-    at_once = sampler.batch_size * log.processes
-    for start in range(0, len(asked), at_once):
-        own = log.share(range(start, min(start + at_once, len(asked))))
-        log.add(part, _answer(lm, task, [asked[n] for n in own], sampler, attempts, pass_at))
-    found = log.gather(part)
+    found = {} if log is None else log.finished(part)
+    asked = [problem for problem in problems if problem.id not in found]
+    at_once = sampler.batch_size * (1 if log is None else log.processes)
+    for start in tracked(range(0, len(asked), at_once), math.ceil(len(asked) / at_once), progress):
+        numbers = range(start, min(start + at_once, len(asked)))
+        items = _answer(lm, task, [asked[n] for n in (numbers if log is None else log.share(numbers))], sampler, attempts, pass_at)
+        found |= {item.id: item for item in items}
+        if log is not None:
+            log.add(part, items)
+    if log is not None:
+        found = log.gather(part)
     return [found[problem.id] for problem in problems]
 
 

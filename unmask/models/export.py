@@ -13,7 +13,7 @@ from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.artifacts import read_file, share
-from unmask.errors import ConfigError, ModelError
+from unmask.errors import ConfigError, ModelError, UnmaskWarning
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
@@ -65,7 +65,7 @@ def _export_released(lm: DiffusionLM, folder: pathlib.Path, layout: str) -> None
     family.check(lm)
     if lm.mask_token_id != family.mask_token_id:
         message = f"the mask token is {lm.mask_token_id}, but engines may assume {family.mask_token_id} for {layout} models: set it there"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warnings.warn(message, UnmaskWarning, stacklevel=3)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(family.published_weights(lm.model), folder)
     share(folder)

@@ -144,15 +144,22 @@ def initialise(
     device: str = "cpu",
     eos_token_ids: Sequence[int] | None = None,
     parse_special_tokens: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **hub_options: Any,
 ) -> DiffusionLM:
-    """A causal model with new random weights, and the architecture and tokenizer found at `path`.
+    """A causal model with new random weights, and the architecture and tokenizer found at `path`, or another `tokenizer`.
 
     Arguments as in `load`; `hub_options`: `revision` and `trust_remote_code`. generation_config.json is not read. Raises ModelError if
     there is no config or no tokenizer.
     """
     config, family = read_config(str(path), hub_options)
-    tokenizer = read_tokenizer(str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens)
+    if tokenizer is None:
+        tokenizer = read_tokenizer(str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens)
+    else:
+        tokenizer.parse_special_tokens = parse_special_tokens
+        text = config.get_text_config()
+        text.vocab_size = len(tokenizer)
+        text.bos_token_id, text.eos_token_id, text.pad_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     torch.manual_seed(seed)
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))

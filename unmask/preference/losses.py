@@ -14,11 +14,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from unmask.errors import ConfigError
+from unmask.tensor_checks import check_tensors
+
 LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 
 
+def log_ratios(log_prob_N: Tensor, reference_N: Tensor, length_N: Tensor | None = None) -> Tensor:
+    """The log-ratios [N] of responses, in nats; with their lengths in tokens, in nats per token.
+
+    Args:
+        log_prob_N: log-likelihoods (or bounds) under the policy.
+        reference_N: the same under the reference, without gradients; zeros for a loss without one.
+    """
+    check_tensors(log_prob_N=log_prob_N, reference_N=reference_N, length_N=length_N)
+    log_ratio_N = log_prob_N - reference_N
+    return log_ratio_N if length_N is None else log_ratio_N / length_N
+
+
 def margins(log_ratio_N: Tensor) -> Tensor:
-    """The margins [P] of pairs, given the log-ratios of all chosen responses, then of all rejected ones."""
+    """The margins [P] of pairs, given the log-ratios of all chosen responses, then of all rejected ones.
+
+    Raises:
+        ConfigError: an odd number of responses.
+    """
+    check_tensors(log_ratio_N=log_ratio_N)
+    if len(log_ratio_N) % 2:
+        remedy = "Give those of all chosen responses, then those of all rejected ones"
+        raise ConfigError(f"{len(log_ratio_N)} responses are no pairs", where="log_ratio_N", remedy=remedy)
     chosen_P, rejected_P = log_ratio_N.chunk(2)
     return chosen_P - rejected_P
 
@@ -65,6 +88,7 @@ def kto(
         baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the reference, the mean log-ratio
             of mismatched responses.
     """
+    check_tensors(log_ratio_N=log_ratio_N, desirable_N=desirable_N, baseline=baseline)
     ahead_N = torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N)
     weight_N = torch.where(desirable_N, log_ratio_N.new_tensor(desirable_weight), log_ratio_N.new_tensor(undesirable_weight))
     return weight_N * (1 - torch.sigmoid(beta * ahead_N))

@@ -26,7 +26,7 @@ from torch.nn.functional import pad
 from unmask.artifacts import default_mode
 from unmask.data.rows import Row
 from unmask.diffusion.views import Views
-from unmask.errors import TrainingError
+from unmask.errors import TrainingError, UnmaskWarning
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 
@@ -91,7 +91,7 @@ class ReferenceTable:
         if not replace:
             remedy = "Use the inputs that it was computed from, move the file, or set stale_reference to replace"
             raise TrainingError(what, where=str(path), remedy=remedy)
-        warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", UnmaskWarning, stacklevel=2)
         return None
 
     def extended(self, num_plans: int) -> ReferenceTable:

@@ -23,7 +23,7 @@ from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Collator, Row, separate_documents
 from unmask.diffusion.likelihood import any_order
-from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.log_probs import noise_groups, sum_over_views
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
@@ -32,7 +32,7 @@ from unmask.models.model_state import disable_dropout, evaluating
 from unmask.preference.batch import PreferenceBatch
 from unmask.preference.config import TOKENS_TOGETHER, DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
-from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
+from unmask.preference.losses import dpo, hinge, ipo, kto, log_ratios, margins, simpo
 from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
 from unmask.preference.visited_rows import visited_rows
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
@@ -160,7 +160,7 @@ class DPOTrainer(DiffusionTrainer):
     def log_likelihoods(self, batch: PreferenceBatch, log_prob_BMT: Tensor) -> Tensor:
         """The log-likelihood of every response [N], or the estimate of its lower bound, in nats."""
         if not self.exact or self.lm.autoregressive:
-            return self.sum_by_response(batch.rows, (batch.views.weight_BMT * log_prob_BMT).sum(1))
+            return self.sum_by_response(batch.rows, sum_over_views(log_prob_BMT, batch.views))
         group_BT = noise_groups(self.lm, batch.rows["maskable"], batch.rows["documents"])
         return torch.cat([any_order(group_BT.where(mask_BT, -1), log_prob_BMT) for mask_BT in self._response_masks(batch.rows)])
 
@@ -212,9 +212,9 @@ class DPOTrainer(DiffusionTrainer):
     def log_ratios(self, batch: PreferenceBatch, log_prob_N: Tensor) -> Tensor:
         """The log-probability of each response [N] relative to the reference, in nats, or in nats per token."""
         assert batch.reference_N is not None
-        log_ratio_N = log_prob_N - batch.reference_N
         per_token = self.args.length_normalization or self.args.loss_type == "simpo"
-        return log_ratio_N / self.sum_by_response(batch.rows, batch.rows["maskable"]) if per_token else log_ratio_N
+        length_N = self.sum_by_response(batch.rows, batch.rows["maskable"]) if per_token else None
+        return log_ratios(log_prob_N, batch.reference_N, length_N)
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
         args = self.args

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unmask.config.run import SamplerConfig
+from unmask.config.user_code import load_function
 from unmask.data.report import Rows
 from unmask.data.rows import Row
 from unmask.errors import GenerationError, TrainingError
@@ -14,7 +15,7 @@ from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-from unmask.rewards.workers import describe_error, load_function
+from unmask.rewards.answers import describe_error
 
 Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
 """Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5 for a draw, 0 if it loses."""

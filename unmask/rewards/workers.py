@@ -6,31 +6,23 @@ They are new interpreters, not forks: they inherit no CUDA context and no locks,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
-import importlib
 import inspect
-import itertools
 import math
 import os
-import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from unmask.config.user_code import load_function
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.answers import describe_error, only_this_process
 from unmask.rewards.timeouts import LateError, awaited, in_thread, limited
@@ -41,8 +33,6 @@ START_SECONDS = 300.0
 """Time limit of a new process for importing the function."""
 PIPE_SECONDS = 5.0
 """Time limit for reading an answer that has begun in time, and for the end of a process that closed its pipe."""
-LOADED = itertools.count()
-"""Numbers the modules of files: one that is loaded again, as for a second function, hides none of its classes."""
 
 
 class WorkerError(UnmaskError):
@@ -59,71 +49,6 @@ class WorkerDeathError(WorkerCallError):
 
 class WorkerTimeoutError(WorkerCallError, LateError):
     """A call exceeded its time limit, and its worker was killed."""
-
-
-class CurrentFolder(MetaPathFinder):
-    """Finds one module, or package, in the current folder, and nothing that lies beside it."""
-
-    def __init__(self, module: str):
-        self.module = module.partition(".")[0]
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        return PathFinder.find_spec(name, [os.getcwd()]) if name == self.module else None
-
-
-@contextlib.contextmanager
-def current_folder_last(module: str) -> Iterator[None]:
-    """Inside, this module is also looked for in the current folder, after all others."""
-    finder = CurrentFolder(module)
-    sys.meta_path.append(finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-def load_function(target: str) -> Callable[..., Any]:
-    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported.
-
-    A module that is found nowhere else may be in the current folder.
-    """
-    source, _, name = target.rpartition(":")
-    try:
-        if source.endswith(".py"):
-            module = _load_file(Path(source))
-        else:
-            with current_folder_last(source):
-                module = importlib.import_module(source)
-        function = getattr(module, name)
-        if not callable(function):
-            raise TypeError(f"{name} is a {type(function).__name__}, not a function")
-        return function
-    except (Exception, SystemExit) as error:  # user code
-        what = f"cannot be imported ({type(error).__name__}: {error})"
-        raise ConfigError(what, where=target, remedy=_way_out(source, error)) from error
-
-
-def _load_file(path: Path) -> ModuleType:
-    """The module of a file, under a name that no import statement can give: dataclasses and pickle look there for what it defines."""
-    spec = spec_from_file_location(f"{path.stem} {next(LOADED)}".replace(".", " "), path)
-    assert spec and spec.loader
-    module = sys.modules[spec.name] = module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:  # user code
-        del sys.modules[spec.name]
-        raise
-    return module
-
-
-def _way_out(source: str, error: BaseException) -> str:
-    """The remedy for a function that cannot be imported."""
-    folder = Path(source).parent.resolve() if source.endswith(".py") else Path.cwd()
-    missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-    if missing and ((folder / missing).is_dir() or (folder / f"{missing}.py").is_file()):
-        path = shlex.quote(str(folder))
-        return f"To import {missing} from beside it, set PYTHONPATH={path}, or make both a package and give package.module:function"
-    return "Give package.module:function or path/to/file.py:function"
 
 
 class Worker:

@@ -10,7 +10,7 @@ from typing import Any, Literal, Self, get_args
 from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe, recipe_names
 from unmask.config.on_resume import flat_values, kinds_of
-from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args
+from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args, checked_fields
 from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import Blueprint
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence
@@ -42,7 +42,10 @@ class GRPOConfig(TrainingConfig):
     max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
-    method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
+    method: str = setting(
+        "diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... or your own, file.py:NAME (docs/rl.md)"
+    )
+    method_settings: dict[str, Any] | None = setting(None, "The settings that only a method of your own has, by name")
     num_generations: int = setting(8, "Completions per prompt: the group", low=2)
     num_iterations: int = setting(1, "Updates per rollout batch (mu), each with new masks", low=1)
 
@@ -176,6 +179,7 @@ class GRPOConfig(TrainingConfig):
         exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
+        self.method_settings = self._read_method_settings(method)
         self._check(method)
         self.refuse_unread(find_masking(self), final=False)
         try:
@@ -198,6 +202,15 @@ class GRPOConfig(TrainingConfig):
 
     def _is_set(self, field: Field[Any]) -> bool:
         return getattr(self, field.name) not in (None, self._default_of(field))
+
+    def _read_method_settings(self, method: type[Method]) -> dict[str, Any] | None:
+        """The settings that are no keys of this class, with the method's defaults; None if it has none."""
+        given, keys = self.method_settings or {}, {field.name for field in fields(self)}
+        own = {name: default for name, default in settings_of(method).items() if name not in keys}
+        for name in given.keys() - own.keys():
+            remedy = f"Set {name} itself" if name in keys else did_you_mean(name, own) if own else "Leave it out"
+            raise ConfigError(f"is no setting that only {method.name} has", where=f"method_settings.{name}", remedy=remedy)
+        return own | checked_fields(method, given, "method_settings") or None
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
         """Refuse settings that other methods read, but not this one.
@@ -263,6 +276,9 @@ class GRPOConfig(TrainingConfig):
                 remedy="Leave it out, or reference_model",
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"method": get_method(self.method).name}  # without the path of its file
+
     @classmethod
     def kinds_on_resume(cls) -> dict[str, OnResume]:
         return super().kinds_on_resume() | kinds_of(RolloutConfig, "rollout.")
@@ -321,8 +337,9 @@ class GRPOConfig(TrainingConfig):
     def build_method(self, attention: str = "bidirectional") -> Method:
         """The method with these settings, for a model of this attention."""
         method = get_method(self.method)
-        known = settings_of(method).keys() - fixed_settings(method)
-        return method(**{name: getattr(self, name) for name in known if hasattr(self, name)}).for_attention(attention)
+        own = self.method_settings or {}
+        shared = settings_of(method).keys() - fixed_settings(method) - own.keys()
+        return method(**{name: getattr(self, name) for name in shared}, **own).for_attention(attention)
 
     @property
     def corrects_for_server(self) -> bool:
@@ -376,7 +393,7 @@ def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
     defaults = [settings_of(other) for other in METHODS.values()]
     names = {name for values in defaults for name in values}
     dropped = {name for name in names if any(name not in values or values[name] != defaults[0][name] for values in defaults)}
-    dropped |= {"method"} | fixed_settings(get_method(method))
+    dropped |= {"method", "method_settings"} | fixed_settings(get_method(method))
     for field in fields(GRPOConfig):  # a field is declared after the fields that it needs
         if any(needed.partition("=")[0] in dropped for needed in field.metadata.get("needs", ())):
             dropped.add(field.name)

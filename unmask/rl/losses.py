@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from unmask.errors import ConfigError
+from unmask.tensor_checks import check_tensors
 
 AdvantageKind = Literal["r-mean", "z-score", "population-z-score", "leave-one-out", "softmax"]
 Divergence = Literal["k1", "k2", "k3"]
@@ -39,7 +42,17 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     (GRPO, Shao et al. 2024), population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out:
     against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
     that of its negative (wd1, Tang et al. 2025, eq. 9).
+
+    Args:
+        reward_B, group_B: rewards, and the number of each completion's group, on the CPU.
+        temperature: of the softmax.
+
+    Raises:
+        ConfigError: an unknown kind.
     """
+    check_tensors(reward_B=reward_B, group_B=group_B)
+    if kind not in get_args(AdvantageKind):
+        raise ConfigError(f"unknown kind {kind!r}", where="kind", remedy=f"Use one of {', '.join(get_args(AdvantageKind))}")
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
     groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
@@ -67,14 +80,13 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
             weight_B = (signed_B - largest_G[index_B]).exp()
             weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
         centred_B = weights[0] - weights[1]
-    else:
-        assert kind == "r-mean", kind
     return centred_B.float()
 
 
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
     """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal (DAPO, Yu
     et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
+    check_tensors(reward_B=reward_B, group_B=group_B)
     scored: dict[int, list[float]] = defaultdict(list)
     for group, reward in zip(group_B.tolist(), reward_B.tolist(), strict=True):
         if not math.isnan(reward):
@@ -88,6 +100,7 @@ def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, s
 def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
     """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, falling to -1 at `limit` (DAPO, Yu et al.
     2025, eq. 13). For a completion of `limit` tokens without an end token, pass a length above the limit."""
+    check_tensors(length_B=length_B)
     return -((length_B - (limit - buffer)) / max(buffer, 1)).clamp(0, 1)
 
 
@@ -99,6 +112,7 @@ def clipped_surrogate(
     At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio where the
     advantage is negative, since the loss grows with it there (Ye et al. 2020).
     """
+    check_tensors(log_ratio=log_ratio, advantage=advantage)
     # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
     limit = torch.where(advantage < 0, torch.inf if dual_clip is None else MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.clamp(max=limit).exp()
@@ -139,6 +153,7 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
         unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below T; any where not learnt.
         limit: tokens of the longest possible completion.
     """
+    check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
     learnt = learnt_BT.float()
     if kind == "sequence":
         return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
@@ -157,6 +172,7 @@ def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
 
 def count_items(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor) -> Tensor:
     """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else the completions."""
+    check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
     if kind in ("view", "view-constant"):
         return (tokens_per_unit(learnt_BT, unit_BT) > 0).sum()
     return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()

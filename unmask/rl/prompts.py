@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.data.encoding import encode_prompt
+from unmask.data.encoding import encode_prompt, is_ids
 from unmask.data.rows import Column, prepending_place
+from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import Stream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -65,15 +66,20 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
     """The prompts of a dataset, each of which fits into a row with a completion.
 
     Raises:
-        DataError: a prompt does not fit, or is malformed.
+        DataError: a prompt does not fit, or is malformed, or too many of the tokens are unknown.
     """
+    unknown = UnknownTokens(args.max_unknown)
     for index, prompt in enumerate(Column(dataset, "prompt", where)):
         with prepending_place(f"{where}, row {index}"):
-            tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
+            ids = encode_prompt(lm.tokenizer, prompt)
+        if not is_ids(prompt):
+            unknown.count(lm.tokenizer, ids, prompt)
+        tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
             bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
             what = f"{tokens} tokens with the completion, but {bound} is {limit}"
             raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
+    unknown.check(where)
     return PromptRows(dataset, args.num_generations)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from unmask.rewards.workers import current_folder_last
-from unmask.training.resume.fingerprints import content_hash
+from unmask.config.user_code import current_folder_last
+from unmask.tasks import get_task
+from unmask.training.resume.fingerprints import code_fingerprint, content_hash, source_fingerprint
 
 
 def reward_identities(reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str) -> list[dict[str, Any]]:
-    """A name for each reward function, with a hash of its source; of a function in a file or module, of all of that file."""
+    """A name for each reward function, with a hash of its source; of a function or task in a file or module, of all of that file."""
     listed = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
     return [_of_name(one) if isinstance(one, str) else _of_function(one) for one in listed]
 
@@ -24,9 +25,11 @@ def _of_name(name: str) -> dict[str, Any]:
     if name.startswith(("http://", "https://")):  # without a password
         address = urlsplit(name)
         return {"name": f"{address.hostname}:{address.port}{address.path}"}
-    target, colon, function = name.rpartition(":")
-    if not colon or name.startswith("model:"):
+    if name.startswith("model:"):
         return {"name": name}
+    target, colon, function = name.rpartition(":")
+    if not colon:
+        return {"name": name} | (code_fingerprint(get_task(name.partition("/")[0])) or {})
     with current_folder_last(target):
         found = None if target.endswith(".py") else importlib.util.find_spec(target)
     origin = target if found is None else found.origin
@@ -37,12 +40,5 @@ def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
     while isinstance(function, functools.partial):
         function = function.func
     if not (inspect.isfunction(function) or inspect.ismethod(function)):  # an object that is called
-        return {"name": getattr(function, "__name__", type(function).__name__)} | _source(type(function))
-    return {"name": function.__name__} | _source(function)
-
-
-def _source(of: Any) -> dict[str, str]:
-    try:
-        return content_hash(inspect.getsource(of))
-    except (OSError, TypeError):  # typed in at a prompt, or built in
-        return {}
+        return {"name": getattr(function, "__name__", type(function).__name__)} | (source_fingerprint(type(function)) or {})
+    return {"name": function.__name__} | (source_fingerprint(function) or {})

@@ -116,17 +116,21 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
         raise TrainingError("a target is outside the completion", where=where, remedy="Choose targets only from completion_BT")
 
 
-def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size: int | None = None, *, sampled: bool = False) -> Rollout:
+def make_rollout(
+    lm: DiffusionLM, generation: Generation, at: slice = slice(None), block_size: int | None = None, *, sampled: bool = False
+) -> Rollout:
     """The canvases of a slice of a generation, padded on the right.
 
     Args:
+        generation: sampled with `trace=True`.
         block_size: the decoding block of a bidirectional model; None: the whole completion.
         sampled: keep the server's log-probabilities of the drawn tokens.
 
     Raises:
-        GenerationError: the server did not return them.
+        GenerationError: there is no trace, or the server did not return them.
     """
-    assert generation.trace is not None
+    if generation.trace is None:
+        raise GenerationError("has no canvases", where="generation", remedy="Sample with SamplerConfig(trace=True)")
     traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
 
     def padded(rows: list[list[Any]], fill: Any) -> Tensor:

@@ -25,9 +25,9 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.config import GRPOConfig
-from unmask.rl.losses import count_items, token_weights
-from unmask.rl.methods.base import LossInputs, averaging_units
-from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
+from unmask.rl.methods.base import LossInputs
+from unmask.rl.methods.masking import MaskingStrategy, find_masking
+from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
 from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
 from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
@@ -39,6 +39,7 @@ from unmask.training.checkpoints import steps_done
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
+from unmask.training.resume.fingerprints import code_fingerprint
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -87,8 +88,6 @@ class GRPOTrainer(DiffusionTrainer):
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.method = args.build_method(self.lm.attention)
-        assert self.method.aggregation is not None
-        self.aggregation = self.method.aggregation
         self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature)
         self.reference = self._make_reference() if args.needs_reference else None
         self.collector = RolloutCollector(self, rewards)
@@ -102,7 +101,8 @@ class GRPOTrainer(DiffusionTrainer):
 
     def inputs(self) -> dict[str, Any]:
         masking = None if self.masking is None else type(self.masking).__name__
-        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking}
+        code = code_fingerprint(self.method)
+        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking, "method_code": code}
 
     # Methods to override.
 
@@ -153,18 +153,14 @@ class GRPOTrainer(DiffusionTrainer):
 
     def loss_inputs(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> LossInputs:
         """What the method's loss reads, of all views or of a chunk."""
-        rows, columns = chunk or (slice(None), slice(None))
-        rollout, views = batch.rollout, batch.views
-        weight_BT = token_weights(batch.learnt_BT, self.aggregation, self._units(batch), self.args.max_completion_length)[rows]
-        if chunk is not None:
-            rollout, views = rollout.select(rows), views.select(rows, columns)
-            weight_BT = weight_BT * views.target_BMT.any(1)
-        old_BMT = log_prob_BMT.detach() if batch.old_BMT is None else batch.old_BMT[rows, columns]
-        reference_BMT = None if batch.reference_BMT is None else batch.reference_BMT[rows, columns]
-        if self.args.beta and self.args.kl_to == "old":
-            reference_BMT = old_BMT
-        inputs = LossInputs(log_prob_BMT, old_BMT, reference_BMT, rollout, views, batch.advantage_BT[rows], weight_BT)
-        return inputs if rollout.sampled_BT is None else replace(inputs, importance_BT=self._importance(inputs, rollout))
+        inputs = loss_inputs(
+            self.method,
+            *(batch.rollout, batch.views, log_prob_BMT, batch.advantage_BT, batch.learnt_BT, batch.old_BMT, batch.reference_BMT),
+            max_completion_length=self.args.max_completion_length,
+            chunk=chunk,
+        )
+        sampled_BT = inputs.rollout.sampled_BT
+        return inputs if sampled_BT is None else replace(inputs, importance_BT=self._importance(inputs, inputs.rollout))
 
     def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
         """The ratio [B, T] of each token's probability under the policy to that under the server that drew it, at most `importance_cap`
@@ -178,10 +174,7 @@ class GRPOTrainer(DiffusionTrainer):
         return weight_BT.detach()
 
     def count_items(self, batch: Any) -> Tensor:
-        return count_items(batch.learnt_BT, self.aggregation, self._units(batch))
-
-    def _units(self, batch: Update) -> Tensor:
-        return averaging_units(batch.rollout, batch.views, self.aggregation)
+        return items_of(self.method, batch.rollout, batch.views, batch.learnt_BT)
 
     def count_tokens(self, batch: Any) -> Tensor:
         return (batch.rollout.document_BT > 0).sum()
@@ -326,16 +319,15 @@ class GRPOTrainer(DiffusionTrainer):
         return updates
 
     def views_for(self, rollout: Rollout, draw: Draw) -> Views:
-        """The views of the method, or of a masking strategy. A causal model has one view: its predictions do not depend on what is hidden,
-        and its likelihood is exact."""
+        """The views of the method (`policy_views`), or of a masking strategy."""
         if self.lm.autoregressive:
-            return weighed(rollout, rollout.completion_BT[:, None], self.args)
+            return policy_views(self.lm, self.method, rollout, draw)
         sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
         progress = sampled / max(self.state.max_steps, 1)
 
         def plan(rollout: Rollout) -> Views:
             if self.masking is None:
-                return self.method.plan(rollout, draw)
+                return policy_views(self.lm, self.method, rollout, draw)
             return self.masking.plan(rollout, draw, self.args, progress)
 
         views = plan_views(plan, rollout, str(self.args.beyond_eos))

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from unmask.config.user_code import load_function
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.redaction import masked_text
@@ -28,7 +29,7 @@ from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
 from unmask.rewards.timeouts import Arguments, LateError, in_thread
 from unmask.rewards.verdict import Verdict
-from unmask.rewards.workers import WorkerError, load_function
+from unmask.rewards.workers import WorkerError
 from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel

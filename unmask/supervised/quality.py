@@ -28,6 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.head import Reduction
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.kernels.log_softmax import at_least_float32
+from unmask.tensor_checks import check_tensors
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,12 @@ class Rollout:
         return (self.ids_BT == self.clean_BT)[self.filled_BT].float()
 
 
-def with_quality_head(lm: DiffusionLM, args: Any, *, adapters: bool) -> DiffusionLM:
+def with_quality_head(lm: DiffusionLM, args: Any = None, *, adapters: bool = False) -> DiffusionLM:
     """The model with a quality head, to be trained.
+
+    Args:
+        args: the config of the trainer, if one trains it.
+        adapters: whether adapters are trained in place of the weights.
 
     Raises:
         ModelError: the model is causal: it has no hidden tokens.
@@ -57,7 +62,7 @@ def with_quality_head(lm: DiffusionLM, args: Any, *, adapters: bool) -> Diffusio
         raise ModelError("a causal model never revises a token", where="quality_head", remedy="Convert it first (`unmask convert`)")
     if adapters:
         raise ConfigError("is not trained with lora, which trains nothing else", where="quality_head", remedy="Train without adapters")
-    if args.world_size > 1 or args.fsdp or args.deepspeed:
+    if args is not None and (args.world_size > 1 or args.fsdp or args.deepspeed):
         what = "is not trained by several processes: it is no part of the model's forward pass"
         raise ConfigError(what, where="quality_head", remedy="Train it in one process, without fsdp and deepspeed")
     lm = lm.bind(lm.model)
@@ -84,7 +89,14 @@ def training_head(lm: DiffusionLM, *, alone: bool) -> Iterator[None]:
 @torch.no_grad()
 def fill_in(lm: DiffusionLM, clean_BT: Tensor, padding_BT: Tensor | None, hidden_BT: Tensor, draw: Draw, count: int) -> Rollout:
     """Fill in `count` random hidden tokens of each row (or all, if there are fewer) in one step, each drawn from the model's distribution
-    at temperature 1."""
+    at temperature 1.
+
+    Args:
+        clean_BT: the tokens of the rows.
+        padding_BT: 1 is real, 0 padding; packed documents are numbered. None: every row is one document.
+        hidden_BT: boolean; the hidden tokens, such as those of a view.
+    """
+    check_tensors(ids_BT=clean_BT, document_BT=padding_BT, hidden_BT=hidden_BT, key_B=draw.key_B)
     place_BT = columns(hidden_BT)
     order_BT = draw.uniform(place_BT, 1, Stream.ROLLOUT)[:, 0].masked_fill(~hidden_BT, 2.0)
     filled_BT = hidden_BT & (order_BT.argsort(1).argsort(1) < count)
@@ -104,8 +116,13 @@ def drawn(logits_NV: Tensor, uniform_N: Tensor, _: None) -> tuple[Tensor]:
 
 def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tensor:
     """The quality head's logits [N] at the filled tokens, read as in generation: a block-causal model sees clean blocks before the current
-    one. With `trained` the model gets their gradient too."""
-    assert lm.quality_head is not None
+    one. With `trained` the model gets their gradient too.
+
+    Raises:
+        ModelError: the model has no quality head.
+    """
+    if lm.quality_head is None:
+        raise ModelError("the model has none", where="quality_head", remedy="Add one with with_quality_head")
     hidden_BT, filled_BT = rollout.hidden_BT, rollout.filled_BT
     inputs = forward_inputs(lm, rollout.clean_BT, rollout.padding_BT, hidden_BT[:, None], filled_BT[:, None])
     length, width = filled_BT.shape[1], inputs.ids_BT.shape[1]
@@ -118,7 +135,9 @@ def quality_logits(lm: DiffusionLM, rollout: Rollout, *, trained: bool) -> Tenso
 
 
 def quality_loss(logits_N: Tensor, rollout: Rollout, items_B: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's filled tokens, times the row's items, summed over rows."""
+    """The mean cross-entropy of each row's filled tokens, times the row's items (its learnt tokens), summed over rows, in nats."""
+    check_tensors(filled_BT=rollout.filled_BT, items_B=items_B)
     filled_B = rollout.filled_BT.sum(1)
     weight_N = (items_B / filled_B.clamp_min(1))[:, None].expand_as(rollout.filled_BT)[rollout.filled_BT]
+    check_tensors(weight_N=weight_N, logits_N=logits_N)
     return (weight_N * binary_cross_entropy_with_logits(logits_N.float(), rollout.right_N, reduction="none")).sum()

@@ -33,6 +33,7 @@ from unmask.diffusion.views import Draw, columns
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.length_tokens import add_length_tokens, predicting_lengths
+from unmask.tensor_checks import check_tensors
 
 KEEPS_LENGTH = 0.25  # of the gaps
 
@@ -59,7 +60,7 @@ class Canvases:
     document_BT: Tensor  # 0 at padding
 
 
-def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool) -> DiffusionLM:
+def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool = False) -> DiffusionLM:
     """The model with the two tokens, to be trained on gaps of up to `max_gap` tokens, which is saved with it.
 
     Raises:
@@ -79,7 +80,19 @@ def with_length_tokens(lm: DiffusionLM, max_gap: int, *, adapters: bool) -> Diff
 
 def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap: int) -> Canvases:
     """A canvas of each row, with a gap for every 2 * max_gap learnt tokens, at least one. The first token of the row and end tokens are in
-    no gap."""
+    no gap.
+
+    Args:
+        batch: `input_ids` and `documents` (0 is padding), integers, and `maskable`, boolean: the learnt tokens; [B, T] each.
+        draw: the source of randomness.
+        max_gap: the longest gap, in tokens, with which the model was made (`with_length_tokens`).
+
+    Raises:
+        ModelError: the model has no expand and delete token.
+    """
+    if lm.expand_token_id is None:
+        raise ModelError("the model has no expand token", where="max_gap", remedy="Add it with with_length_tokens")
+    check_tensors(ids_BT=batch["input_ids"], document_BT=batch["documents"], maskable_BT=batch["maskable"], key_B=draw.key_B)
     ids_BT, device = batch["input_ids"], batch["input_ids"].device
     ends = torch.tensor(lm.eos_token_ids, dtype=torch.long, device=device)
     inside_BT = batch["maskable"] & ~torch.isin(ids_BT, ends)
@@ -94,17 +107,20 @@ def make_canvases(lm: DiffusionLM, batch: Mapping[str, Any], draw: Draw, max_gap
 
 
 def canvas_log_probs(lm: DiffusionLM, canvases: Canvases) -> Tensor:
-    """The log-probabilities of the targets at the hidden positions, in the order of rows."""
+    """The log-probabilities [N] of the targets at the hidden positions, in the order of rows, in nats."""
     lm, hidden_BT = predicting_lengths(lm), canvases.hidden_BT
     inputs = lm.noised_inputs(canvases.ids_BT, canvases.document_BT, hidden_BT, hidden_BT)
     return lm.log_probs(inputs, canvases.target_BT[hidden_BT])
 
 
 def canvas_loss(log_prob_N: Tensor, canvases: Canvases, items_B: Tensor) -> Tensor:
-    """The mean cross-entropy of each row's hidden positions, times the row's items, summed over rows."""
+    """The mean cross-entropy of each row's hidden positions, times the row's items (its learnt tokens), summed over rows, in nats."""
+    check_tensors(hidden_BT=canvases.hidden_BT, items_B=items_B)
     hidden_BT = canvases.hidden_BT
     weight_B1 = (items_B.to(log_prob_N) / hidden_BT.sum(1).clamp_min(1))[:, None]
-    return -(weight_B1.expand_as(hidden_BT)[hidden_BT] * log_prob_N).sum()
+    weight_N = weight_B1.expand_as(hidden_BT)[hidden_BT]
+    check_tensors(weight_N=weight_N, log_prob_N=log_prob_N)
+    return -(weight_N * log_prob_N).sum()
 
 
 Cell = tuple[int, int, bool, int]

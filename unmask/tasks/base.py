@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
+from unmask.config.user_code import load_class
 from unmask.errors import ConfigError, did_you_mean
 from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
@@ -63,7 +64,8 @@ def split_of(group: str) -> Split:
 
 
 class Task(abc.ABC):
-    """A family of problems with a verifier. `get_task` finds subclasses that set `name`, once imported (in `tasks/__init__.py`)."""
+    """A family of problems with a verifier. `get_task` finds subclasses that set `name`, once imported (in `tasks/__init__.py`),
+    and others by their file or module."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
@@ -105,6 +107,15 @@ class Task(abc.ABC):
         for where, record in records:
             require_names(record, self.fields, where)
             yield self.row(record, where)
+
+    def generate(self, split: Split, count: int, seed: int) -> list[Row]:
+        """At most `count` rows of a split, without a file. ConfigError if the task has no problems of its own."""
+        raise ConfigError(f"{self.name} generates no problems", where="task", remedy="Give a file of problems, or a dataset on the hub")
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether problems come from a file or dataset only."""
+        return type(self).generate is Task.generate
 
     def question(self, row: Mapping[str, Any]) -> str:
         """The problem as a chat message."""
@@ -207,16 +218,33 @@ class Puzzle(Task):
 
 
 def get_task(name: str) -> Task:
-    """The task of this name with default settings. For an unknown name: a ConfigError with the most similar one."""
+    """The task of this name with default settings, or of the class that `path/to/file.py:NAME` or `package.module:NAME` names.
+
+    Raises:
+        ConfigError: it is unknown, with the most similar name; or the class cannot be loaded, or lacks a part of a task.
+    """
+    if ":" in name:
+        return _load_task(name)
     if name not in Task._known:
         raise ConfigError(f"unknown task {name!r}", remedy=did_you_mean(name, Task._known))
     return Task._known[name]()
 
 
+def _load_task(target: str) -> Task:
+    """A task of the user, which its own name finds from now on."""
+    cls = load_class(target, Task)
+    missing = [*sorted(cls.__abstractmethods__), *(name for name in ("name", "fields", "columns") if not hasattr(cls, name))]
+    if missing:
+        raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}", where=target, remedy="Define them (docs/tasks.md has an example)")
+    Task._known[cls.name] = cls
+    return cls()
+
+
 def as_puzzle(task: Task) -> Puzzle:
-    """The task as a `Puzzle`. ConfigError if it does not generate problems."""
+    """The task as a `Puzzle`. ConfigError if it does not generate problems with wrong answers."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a dataset on the hub")
+        remedy = "Use a task that is a Puzzle (docs/tasks.md), or for preferences a file of them"
+        raise ConfigError(f"{task.name} generates no problems with wrong answers", where="task", remedy=remedy)
     return task
 
 

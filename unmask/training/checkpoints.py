@@ -25,7 +25,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE, resumes_in_place
-from unmask.errors import TrainingError, first_line
+from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.durable.shards import INDEX, check_shards
 from unmask.training.run_log import LOG_NAME, SUMS_NAME, read_sums
@@ -98,7 +98,7 @@ def last_checkpoint(folder: Path) -> Path | None:
         damaged.append(f"{path.name} ({found})")
     if damaged:
         message = f"{folder}: incomplete or damaged: {', '.join(damaged)}: resuming from {whole.name if whole else 'the start'}"
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
+        warnings.warn(message, UnmaskWarning, stacklevel=3)
     return whole
 
 

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, UnmaskWarning
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
@@ -73,6 +73,13 @@ class TrainingConfig(TrainingArguments):
     flash_attention: bool = setting(False, "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits", on_resume=NEUTRAL)
     optimizer_offload: bool = setting(False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory")
     max_length: int = setting(512, "Maximum tokens in a training row", low=2)
+    max_unknown: float = setting(
+        0.01,
+        "The fraction of the data's tokens that may be unknown to the tokenizer (<unk>); 1: any",
+        low=0,
+        high=1,
+        on_resume=NEUTRAL,  # the rows are compared
+    )
     score_chunk: int | None = setting(
         None,
         "Noised rows per forward pass. Unset: all views of a micro-batch (grpo: as many as it has rows; dpo: that, or of 1024 tokens)",
@@ -185,6 +192,9 @@ class TrainingConfig(TrainingArguments):
         model, one = run.model, "Leave one of the two out"
         what = "only pretrain takes a model without training"
         yield Conflict("model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first")
+        what = "a model with weights keeps the tokenizer that it was trained with"
+        remedy = "Add model.from_scratch=true (pretrain only), or leave it out"
+        yield Conflict("model.tokenizer", model.tokenizer and not model.from_scratch, what, remedy)
         for other, what in {"quantization": "new weights are not quantised", "device_map": "new weights are made on one device"}.items():
             yield Conflict(f"model.from_scratch and model.{other}", model.from_scratch and getattr(model, other), what, one)
         both = model.quantization and model.device_map
@@ -240,7 +250,7 @@ class TrainingConfig(TrainingArguments):
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
             message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, UnmaskWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
         self._precision = args.bf16, args.fp16
 

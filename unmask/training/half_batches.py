@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from unmask.errors import UnmaskWarning
+
 Step = Callable[[nn.Module, Any, Any], Tensor]
 """Makes the forward and backward pass of a micro-batch, and returns its part of the loss."""
 
@@ -51,7 +53,7 @@ class HalfBatches:
         settings = f"training.per_device_train_batch_size={size // 2} training.gradient_accumulation_steps={2 * accumulated}"
         where = f"step {self.trainer.state.global_step}: the device's memory is full"
         message = f"{where}: micro-batches of {size} rows are halved from here on, with the same result. To start so: {settings}"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        warnings.warn(message, UnmaskWarning, stacklevel=2)
         self.halving = True
         if self.trainer.per_view is not None:
             self.trainer.per_view.tokens_together = 0

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from unmask.errors import UnmaskWarning
+
 FULL = 0.9  # the fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail
 
 _peaks: dict[torch.device, tuple[int, int]] = {}  # bytes allocated and reserved; the largest peaks before torch's counter was reset
@@ -40,7 +42,7 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     if fraction > FULL and device not in _warned:
         _warned.add(device)
         remedy = "Smaller micro-batches, activation checkpointing or a shorter max_length leave more room"
-        warnings.warn(f"training takes {fraction:.0%} of the memory of {device}. {remedy}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"training takes {fraction:.0%} of the memory of {device}. {remedy}", UnmaskWarning, stacklevel=2)
     return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": fraction}
 
 

@@ -33,8 +33,8 @@ class PairConfig(TrainingConfig):
     answers_prompts = True
 
     def data_report(self, where: str) -> DataReport:
-        """An empty report that follows `bad_rows`."""
-        return DataReport(where, skip=self.bad_rows == "skip")
+        """An empty report that follows `bad_rows` and `max_unknown`."""
+        return DataReport(where, skip=self.bad_rows == "skip", max_unknown=self.max_unknown)
 
 
 def limits(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> RowLimits:

@@ -20,7 +20,8 @@ from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
 SUMS_NAME = "metric_sums.json"
-SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")  # on the progress display
+SHOWN = ("loss", "reward", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
+"""The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
@@ -94,6 +95,12 @@ class RunLog:
         return MetricsLog(path).read() if path.exists() else []
 
 
+def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
+    """The last loss that was logged; of a run that ended before, the mean over its steps. NaN: there were none."""
+    losses = [line[name] for name in ("train_loss", "loss") for line in lines if name in line]
+    return losses[-1] if losses else math.nan
+
+
 class RunCallback(TrainerCallback):
     """Writes the log of the run, updates the progress display, and ends the steps of the phase timer."""
 
@@ -107,6 +114,8 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             self.log.write(state.global_step, logs)
         if self.progress is not None and logs:
+            if "train_loss" in logs:  # the end: no line has a loss if there were fewer steps than `logging_steps`
+                logs = logs | {"loss": last_loss(state.log_history)}
             shown = {name: logs[name] for name in SHOWN if math.isfinite(logs.get(name, math.nan))}
             self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": self.memory_gb})
 

@@ -13,9 +13,11 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils.other
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from transformers.integrations import HfTrainerDeepSpeedConfig
@@ -24,6 +26,9 @@ from unmask.errors import ConfigError, first_line, require
 
 AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
 GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+# accelerate imports DeepSpeed, if it is installed, to see whether a model is wrapped by its engine. None is before DeepSpeed is imported.
+accelerate.utils.other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
 
 
 def weight_sharding_setting(args: Any) -> str | None:

@@ -10,6 +10,7 @@ from typing import Any
 from unmask.config.run import DataConfig
 from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.data.token_cache import StreamedRows, cached_rows
+from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig, row_length, rows_per_step
@@ -38,13 +39,14 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
         where: the name of the dataset in errors.
 
     Raises:
-        DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
+        DataError: no text, a row without it, too many unknown tokens, a corrupted cache, or held-out rows that are a stream.
         ConfigError: settings that do not work with a stream.
     """
-    texts, length = Column(dataset, args.text_column, where, "text_column (on the command line data.text_column)"), row_length(lm, args)
+    texts, length = text_column(dataset, args, where), row_length(lm, args)
     if args.token_cache is not None:
-        return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, where=where)
-    make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where)
+        return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, where=where, max_unknown=args.max_unknown)
+    unknown = UnknownTokens(args.max_unknown, lazily=not isinstance(dataset, Sized))
+    make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where, unknown=unknown)
     if isinstance(dataset, Sized):
         return list(make_rows(texts))
     if where == "eval_dataset":
@@ -57,6 +59,11 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
     rows = StreamedRows(texts, make_rows)
     next(iter(rows))  # errors in the first rows are raised before training
     return rows
+
+
+def text_column(dataset: Iterable[Mapping[str, Any]], args: TextConfig, where: str) -> Column:
+    """The texts of a dataset, called `where` in errors."""
+    return Column(dataset, args.text_column, where, "text_column (on the command line data.text_column)")
 
 
 def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:

@@ -60,7 +60,7 @@ class Injected:
     rows_before_B = None
 
     def __init__(self, hidden_BMT: Tensor, rate: float, samples: int):
-        self.hidden_BMT, self.rate, self.samples = hidden_BMT, rate, samples
+        self.hidden_BMT, self.rate, self.samples, self.key_B = hidden_BMT, rate, samples, torch.arange(BATCH)
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         assert stream == Stream.TIME

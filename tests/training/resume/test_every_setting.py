@@ -251,7 +251,7 @@ UNTRAINED = {
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics", "optim_target_modules"),
     *("label_smoothing_factor", "neftune_noise_alpha", "dataloader_multiprocessing_context", "auto_find_batch_size"),
     *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
-    *("text_column", "rollout", "importance_cap", "max_staleness"),
+    *("text_column", "rollout", "importance_cap", "max_staleness", "method_settings"),
 }
 """Settings whose kind is checked by the record alone."""
 OF_ONE_VERB = NEUTRAL | ANOTHER_RUN
@@ -287,7 +287,7 @@ WITHOUT_A_DECLARATION = {
     *("kl_to", "kl_unbiased", "label_smoothing", "learn", "length_normalization", "log_ratio_clamp", "logit_shift"),
     *("loss_type", "mask_rate", "mask_truncated", "masking", "max_completion_length", "max_gap", "max_length", "max_staleness"),
     *("max_time",),
-    *("method", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
+    *("method", "method_settings", "min_time", "num_generations", "num_iterations", "num_timesteps", "on_policy", "optimizer_offload"),
     *("overlong_buffer", "packing", "plan_reused", "policy", "prompt_mask_rate", "quality_head", "quality_tokens", "ratio", "reference"),
     *("reference_model", "reference_sync_share", "reference_sync_steps", "reward_weights", "rollout"),
     *("rollout_tokens", "rpo_alpha", "samples", "schedule", "score_temperature", "segments", "shrink", "simpo_gamma"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -21,6 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from unmask.config.run import SamplerConfig
+from unmask.console import Phase, tracked
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.greedy import is_greedy
@@ -68,6 +70,9 @@ class HarnessLM(TemplateLM):
     Raises:
         ConfigError: an unknown setting, or a wrong value.
     """
+
+    progress: Phase | None = None
+    """Of a progress display, updated in each list of requests in place of lm-eval's own display."""
 
     def __init__(
         self,
@@ -340,8 +345,12 @@ class HarnessLM(TemplateLM):
         found = log_likelihoods(self.lm, [context], [continuation], self.estimator, samples, self.seed, keys=[key], shared=shared)
         return LogLikelihood(float(found.values[0]), found.differences[0].tolist())
 
-    def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> tqdm[Any]:
-        return tqdm(requests, total=total, disable=disable_tqdm or self.rank != 0, desc="Running requests")
+    @contextlib.contextmanager
+    def _shown(self, requests: Iterable[Any], total: int, disable_tqdm: bool) -> Iterator[Iterable[Any]]:
+        """The requests, with a display of their progress: that of lm-eval's own command, unless there is another one."""
+        hidden = disable_tqdm or self.rank != 0 or self.progress is not None
+        with tqdm(requests, total=total, disable=hidden, desc="Running requests") as shown:
+            yield tracked(shown, total, self.progress)
 
 
 def _processes(device: str | None, pretrained: str | DiffusionLM) -> PartialState:

@@ -14,6 +14,7 @@ import yaml
 from lm_eval.tasks import TaskManager
 
 from unmask.config.run import SamplerConfig
+from unmask.console import Phase
 from unmask.errors import ConfigError, DataError, UnmaskError, did_you_mean, first_line
 from unmask.evaluation.harness.model import HarnessLM
 from unmask.evaluation.harness.scores import group_scores, task_scores
@@ -89,6 +90,7 @@ def evaluate_with_harness(
     sampler: SamplerConfig | None = None,
     protocol: str | None = None,
     strict: bool = True,
+    progress: Phase | None = None,
     **options: Any,
 ) -> list[TaskScores]:
     """Evaluate on tasks of lm-eval.
@@ -100,6 +102,7 @@ def evaluate_with_harness(
         sampler: what is set in it is used for generated texts, where a task does not say otherwise; its seed is also that of the masks.
         protocol: as of `HarnessLM`; also sets each task's number of examples and the chat template, where `options` do not.
         strict: whether a setting that none of these tasks reads is an error; other measurements may share them.
+        progress: as of `HarnessLM`.
         options: of `OPTIONS`, as in `lm_eval.simple_evaluate`.
 
     Returns:
@@ -117,6 +120,7 @@ def evaluate_with_harness(
     sampler = sampler or SamplerConfig()
     settings = {name: getattr(sampler, name) for name in sampler.model_fields_set}
     model = HarnessLM(lm, samples=samples, estimator=estimator, protocol=protocol, **settings)
+    model.progress = progress
     loaded = manager.load(list(tasks))
     if protocol is not None:
         given |= _prompts_of(model, loaded["tasks"], options)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.config.run import OF_NEW_MODELS, ModelConfig, SamplerConfig
 from unmask.errors import ConfigError, did_you_mean
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """Names of the length of a completion, as in lm-eval."""
 OWN = ("until", "do_sample", *LENGTH_NAMES)
-MODEL_FIELDS = set(ModelConfig.model_fields) - {"path", "from_scratch", "attention", "block_size", "logit_shift", "device"}
+MODEL_FIELDS = set(ModelConfig.model_fields) - {"path", *OF_NEW_MODELS, "attention", "block_size", "logit_shift", "device"}
 SAMPLER_FIELDS = set(SamplerConfig.model_fields) - {"seed", "batch_size"}
 DEFAULT_LENGTH = 256
 """Of a completion, in tokens, as in lm-eval."""

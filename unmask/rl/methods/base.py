@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_
 import torch
 from torch import Tensor
 
+from unmask.config.user_code import load_class, naming_setting
+from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, did_you_mean
 from unmask.models.hooks.head import flat_indices
@@ -47,7 +49,7 @@ class LossInputs:
 
     def of_tokens(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views [B, T]."""
-        return (self.views.weight_BMT * log_prob_BMT).sum(1)
+        return sum_over_views(log_prob_BMT, self.views)
 
     def of_sequences(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views and tokens [B, 1]."""
@@ -111,8 +113,8 @@ class Method:
     """A member of the GRPO family. Its fields are its settings and their defaults.
 
     `GRPOConfig` has each setting as a key of the same name, and documents it. An unset key has the method's default. A
-    key that only other methods have is refused. To add a method, subclass this class or one below it, and decorate it
-    with `register`.
+    key that only other methods have is refused. Fields that are no such keys are set by `GRPOConfig(method_settings=...)`.
+    To add a method, subclass this class or one below it, and decorate it with `register`.
 
     Attributes:
         name: as in `GRPOConfig(method=...)`.
@@ -292,14 +294,25 @@ def register(method: type[M]) -> type[M]:
 
 
 def get_method(name: str) -> type[Method]:
-    """The method of this name.
+    """The method of this name, or the class that `path/to/file.py:NAME` or `package.module:NAME` names.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the class cannot be loaded, or was not registered.
     """
+    if ":" in name:
+        with naming_setting("method"):
+            return _load_method(name)
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}", where="method", remedy=did_you_mean(name, METHODS))
     return METHODS[name]
+
+
+def _load_method(target: str) -> type[Method]:
+    method = load_class(target, Method)
+    if "__dataclass_fields__" not in vars(method) or not hasattr(method, "name"):
+        remedy = "Give it a name, and write @register above it (docs/rl.md has an example)"
+        raise ConfigError(f"{method.__name__} is not registered", where=target, remedy=remedy)
+    return method
 
 
 def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:

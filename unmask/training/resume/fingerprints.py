@@ -1,9 +1,12 @@
-"""Fingerprints of what a run reads: token rows, files, adapters and weights."""
+"""Fingerprints of what a run reads: token rows, files, code, adapters and weights."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
 import json
+import sys
 from collections.abc import Iterable, Sized
 from itertools import islice
 from pathlib import Path
@@ -78,6 +81,29 @@ def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
 def content_hash(value: Any) -> dict[str, str]:
     """The fingerprint of a value."""
     return {"sha256": hashlib.sha256(_json(value)).hexdigest()}
+
+
+def source_fingerprint(of: Any) -> dict[str, str] | None:
+    """The fingerprint of the text of a function or class; None for one that was typed in at a prompt, or is built in."""
+    try:
+        return content_hash(inspect.getsource(of))
+    except (OSError, TypeError):
+        return None
+
+
+def code_fingerprint(of: object) -> dict[str, str] | None:
+    """The fingerprint of the code of a user's task or method: of the whole file that defines its class, or in a script of the class alone.
+    None for one of Unmask."""
+    return _of_class(type(of))  # type: ignore[arg-type]  # mypy takes classes for unhashable
+
+
+@functools.cache
+def _of_class(cls: type) -> dict[str, str] | None:
+    """Read once, as the code is: the file may be edited while it runs."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if cls.__module__.partition(".")[0] == "unmask":
+        return None
+    return source_fingerprint(cls) if file is None or cls.__module__ == "__main__" else content_hash(Path(file).read_text(encoding="utf-8"))
 
 
 def _json(value: Any) -> bytes:

@@ -12,7 +12,7 @@ from unmask.artifacts import plain, read_file, write_atomic
 from unmask.config.base import OnResume
 from unmask.console import show_line
 from unmask.data.token_cache import StreamedRows
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, UnmaskWarning
 from unmask.redaction import masked
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class RunRecord:
         """
         if (recorded := read_record(checkpoint)) is None:
             message = f"{checkpoint} was saved by an earlier version, without its settings: they are not compared"
-            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            warnings.warn(message, UnmaskWarning, stacklevel=2)
             return {}
         changed = self.changed_since(recorded)
         self._refuse(changed, checkpoint)

@@ -1,0 +1,82 @@
+"""The tokenizer of a new model: trained on the data, or another one; and where models and data are looked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.commands.test_run import assert_refused
+from tests.training.tiny_runs import QUICK, unmask
+from unmask.models.load import load
+from unmask.models.model_files import read_tokenizer
+
+STORY = "Once upon a time there was a cat. The cat sat on a mat, and the mat was red.\n"
+
+
+@pytest.fixture
+def story(tmp_path):
+    path = tmp_path / "story.txt"
+    path.write_text(STORY * 20)
+    return path
+
+
+def pretrain(model, data, output, *more):
+    return unmask("pretrain", "--model", model, "--data", data, "--output", output, *QUICK, "training.max_length=32", *more)
+
+
+def test_a_model_from_scratch_gets_a_tokenizer_trained_on_its_data(model, story, tmp_path):
+    assert_refused(pretrain(model, story, tmp_path / "out", "model.from_scratch=true"), "story.txt", "unknown to the tokenizer", "'t'")
+    for name in ("one", "two"):
+        result = pretrain(model, story, tmp_path / name, "model.from_scratch=true", "--tokenizer", "train:280")
+        assert result.exit_code == 0, (result.output, result.exception)
+    lm = load(tmp_path / "one" / "model")
+    tokens = lm.tokenizer.tokenize(STORY.strip())
+    assert len(tokens) < len(STORY) / 2 and lm.tokenizer.unk_token_id is None
+    assert lm.model.config.vocab_size == len(lm.tokenizer) == 281  # with the mask token
+    assert [lm.config.bos_token_id, lm.config.eos_token_id] == [lm.tokenizer.bos_token_id, lm.tokenizer.eos_token_id]
+    assert lm.eos_token_ids == (lm.tokenizer.eos_token_id,)
+    for name in ("tokenizer.json", "model.safetensors"):
+        assert (tmp_path / "one" / "model" / name).read_bytes() == (tmp_path / "two" / "model" / name).read_bytes()
+    generated = unmask("generate", tmp_path / "one" / "model", "--prompt", "Once upon", "--max-new-tokens", "4", "--json")
+    assert generated.exit_code == 0 and json.loads(generated.stdout)["prompt"] == "Once upon"
+
+    other = pretrain(model, story, tmp_path / "other", "model.from_scratch=true", "--tokenizer", tmp_path / "one" / "model")
+    assert other.exit_code == 0, (other.output, other.exception)
+    assert load(tmp_path / "other" / "model").tokenizer.get_vocab() == lm.tokenizer.get_vocab()
+
+
+def test_it_is_trained_on_a_stream_too(model, story, tmp_path):
+    streamed = ["data.streaming=true", "model.from_scratch=true", "model.tokenizer=train:280"]
+    assert pretrain(model, story, tmp_path / "streamed", *streamed).exit_code == 0
+    assert pretrain(model, story, tmp_path / "read", *streamed[1:]).exit_code == 0
+    made = [read_tokenizer(str(tmp_path / name / "model")).get_vocab() for name in ("streamed", "read")]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "words"),
+    [
+        ("pretrain", ["--tokenizer", "train:300"], ["model.tokenizer", "keeps the tokenizer", "model.from_scratch=true"]),
+        ("sft", ["--tokenizer", "train:300"], ["model.tokenizer", "model.from_scratch=true (pretrain only)"]),
+        ("pretrain", ["--tokenizer", "train:100", "model.from_scratch=true"], ["model.tokenizer", "100 tokens", "Use 259 or more"]),
+        ("pretrain", ["--tokenizer", "train:8k", "model.from_scratch=true"], ["model.tokenizer", "'train:8k' has no size", "train:8000"]),
+        ("pretrain", ["--tokenizer", "nowhere", "model.from_scratch=true"], ["nowhere", "no usable tokenizer"]),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_had_is_refused(verb, options, words, model, story, tmp_path):
+    result = unmask(verb, "--model", model, "--data", story, "--output", tmp_path / "out", *QUICK, *options)
+    assert_refused(result, *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_data_no_tokenizer_is_trained(model, tmp_path):
+    run = ["pretrain", "--model", model, "--output", tmp_path / "out", *QUICK, "model.from_scratch=true", "--tokenizer", "train:300"]
+    assert_refused(unmask(*run), "data.train", "no training data", "--data FILE_OR_ID or --task NAME")
+    (tmp_path / "empty.txt").write_text("\n")
+    assert_refused(unmask(*run, "--data", tmp_path / "empty.txt"), "empty.txt", "empty")
+
+
+def test_commands_that_make_no_model_have_no_option_for_its_tokenizer(model):
+    assert "--tokenizer" not in unmask("generate", "--help").output
+    assert unmask("generate", model, "--prompt", "1", "--tokenizer", "train:300").exit_code == 2

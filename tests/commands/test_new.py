@@ -1,0 +1,129 @@
+"""Folders that `unmask new` writes: their configs are complete and explained, and their commands run to the end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import REPOSITORY
+from tests.training.tiny_runs import unmask
+from unmask.commands.new.folder import TEMPLATES
+from unmask.commands.verbs import VERBS
+from unmask.config.run import DataConfig, ModelConfig
+from unmask.config.yaml import parse_yaml
+from unmask.rl.weighted_rewards import Rewards
+
+VERB = {"sft": "sft", "preferences": "dpo", "rewards": "grpo", "conversion": "convert"}
+KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?P<value>.*)")
+UNSET = {"none", "all", "that", "as", "one", "null"}
+"""What defaults are called that are no value: `Default: that of the model`."""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(kind: str, *arguments: str) -> dict:
+    """The config of a new folder, which has no tiny model."""
+    result = unmask("new", "mine", "--kind", kind, "--model", "owner/name", *arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return parse_yaml(Path("mine/config.yaml").read_text(), "config.yaml")
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_config_is_one_of_its_verb(kind, here):
+    config = written(kind)
+    assert config["model"]["path"] == "owner/name"
+    result = unmask(VERB[kind], "--config", "mine/config.yaml", "--print-config")
+    assert result.exit_code == 0, (result.output, result.exception)
+    resolved = parse_yaml(result.stdout, "stdout")
+    given = {name: value for name, value in config["training"].items() if value is not None}
+    assert {name: resolved["training"][name] for name in given} == given
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_every_key_is_explained_above_it_with_its_true_default(kind, here):
+    config = written(kind)
+    lines = Path("mine/config.yaml").read_text().splitlines()
+    defaults = {name: field.default for section in (ModelConfig, DataConfig) for name, field in section.model_fields.items()}
+    defaults |= {name: getattr(VERBS[VERB[kind]].config_class, name) for name in config["training"]}
+    keys = 0
+    for number, line in enumerate(lines):
+        if not (found := KEY.fullmatch(line)):
+            continue
+        keys += 1
+        above = next(at for at in range(number - 1, -1, -1) if not lines[at].lstrip().startswith("#"))
+        comment = " ".join(text.strip(" #") for text in lines[above + 1 : number])
+        assert comment, line
+        if found["indent"] and "No default." not in comment:
+            default = re.search(r"Default: ([\w.-]*\w)", comment)
+            assert default, line
+            value = getattr(defaults[found["key"]], "value", defaults[found["key"]])  # of an enumeration
+            assert default[1] in UNSET or parse_yaml(default[1], line) == value, (line, default[1], value)
+    assert keys == len(config) + sum(len(section) for section in config.values() if isinstance(section, dict))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_files_that_a_config_and_its_readme_name_are_there(kind, here):
+    config, readme = written(kind), Path("mine/README.md").read_text()
+    named = [config["data"]["train"], config["data"]["eval"], *(reward.partition(":")[0] for reward in config.get("rewards", []))]
+    named += re.findall(r"`([\w-]+\.(?:jsonl|txt|py|yaml))`", readme)
+    assert all(Path("mine", name).is_file() for name in named), named
+    assert Path("mine", config["data"]["train"]).read_text().splitlines()[0] in readme or kind == "conversion"
+
+
+def test_the_reward_differs_within_a_group(here):
+    config = written("rewards")
+    os.chdir("mine")
+    rewards = Rewards(config["rewards"])
+    rows = [{"prompt": [{"role": "user", "content": "What do bees make?"}], "word": "honey"}] * 4
+    found = rewards(rows, ["Honey.", "Bees make honey from flowers, all summer.", "Nothing.", "I do not know what bees make."], [[1]] * 4)
+    assert len(set(found.total_B.tolist())) == 4
+
+
+def test_a_folder_that_is_in_use_is_refused_and_left_alone(here):
+    (here / "mine").mkdir()
+    (here / "mine/notes.txt").write_text("mine")
+    result = unmask("new", "mine")
+    assert result.exit_code == 2 and "mine: the output folder is not empty. Choose another name." in result.stderr
+    assert [path.name for path in (here / "mine").iterdir()] == ["notes.txt"]
+    result = unmask("new", "mine/notes.txt/more")
+    assert result.exit_code == 2 and "is a file, not a folder" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["a model", "model#1", "it's"])
+def test_a_models_folder_is_found_from_the_new_one(name, here):
+    (here / name).mkdir()
+    assert unmask("new", "runs/mine", "--model", name).exit_code == 0
+    config = (here / "runs/mine/config.yaml").read_text()
+    assert parse_yaml(config, "config.yaml")["model"]["path"] == str(here / name)
+    (here / "runs/mine/config.yaml").write_text(config + "\n")
+    words = ["make", "-n", "-s", "-C", str(here / "runs/mine"), "evaluate", "UNMASK=printf '%s\\n'"]
+    shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    run = subprocess.run(["sh", "-c", shown], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert run[run.index("--against") + 1] == str(here / name)
+
+
+def test_it_says_what_comes_next(here):
+    result = unmask("new", "mine", "--kind", "rewards")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "mine/rewards.py\n" in result.stdout and result.stdout.endswith("next: cd mine && make train  (README.md has the rest)\n")
+    assert (here / "mine/tiny-model/model.safetensors").stat().st_size < 1e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_each_command_runs_to_its_end(kind, here):
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "UNMASK": f"{sys.executable} -m unmask"}
+    subprocess.run([sys.executable, "-m", "unmask", "new", "mine", "--kind", kind], env=environment, check=True)
+    for command in ("help", "train", "evaluate", "generate", "report"):
+        done = subprocess.run(["make", "-C", "mine", command], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0 and "Warning" not in done.stderr, (command, done.stdout, done.stderr)
+    assert "evaluation.json" in (here / "mine/report.html").read_text()

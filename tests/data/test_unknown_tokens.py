@@ -1,0 +1,174 @@
+"""Text that a tokenizer does not know is counted, named, and refused above a limit, by every trainer."""
+
+from __future__ import annotations
+
+import re
+import timeit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from tests.helpers import shared_path
+from tests.training.tiny_runs import ALPHABET, PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.data.characters import character_tokenizer
+from unmask.data.special_tokens import encode_texts
+from unmask.data.unknown_tokens import UnknownTokens
+from unmask.errors import DataError
+from unmask.models.model_files import read_tokenizer
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+
+LACKING = {"text": "0101", "prompt": "01", "completion": "10", "chosen": "1", "rejected": "00"}
+
+
+def counted(tokenizer: PreTrainedTokenizerBase, texts: list[str], limit: float = 1.0) -> UnknownTokens:
+    unknown = UnknownTokens(limit)
+    for text, ids in zip(texts, encode_texts(tokenizer, texts), strict=True):
+        unknown.count(tokenizer, ids, text)
+    return unknown
+
+
+@given(st.lists(st.text(alphabet=ALPHABET + "xyz", max_size=30), min_size=1, max_size=20))
+def test_the_fraction_is_that_of_characters_that_the_tokenizer_lacks(texts):
+    unknown, every = counted(character_tokenizer(ALPHABET), texts), "".join(texts)
+    assert unknown.unknown == sum(character in "xyz" for character in every) and unknown.tokens == len(every)
+    assert set(unknown.examples) == set(every) & set("xyz")
+
+
+@pytest.mark.parametrize("limit", [0.0, 0.01, 0.25])
+def test_up_to_the_limit_is_accepted(limit):
+    tokenizer, lacking = character_tokenizer("a"), round(100 * limit)
+    counted(tokenizer, ["a" * (100 - lacking) + "b" * lacking], limit).check("corpus.txt")
+    with pytest.raises(DataError, match=r"^corpus\.txt: .* It lacks 'b'"):
+        counted(tokenizer, ["a" * (99 - lacking) + "b" * (lacking + 1)], limit).check("corpus.txt")
+
+
+def test_the_limit_that_the_error_names_is_enough():
+    texts = ["abracadabra" * 7]
+    with pytest.raises(DataError, match=r"'c'.*--tokenizer train:8000.*training\.max_unknown=") as error:
+        counted(character_tokenizer("abr"), texts, 0.01).check("here")
+    named = re.search(r"max_unknown=([\d.]+\d)", str(error.value))
+    counted(character_tokenizer("abr"), texts, float(named[1])).check("here")
+
+
+def test_unknown_words_are_named_most_frequent_first_and_not_all():
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    unknown = counted(tokenizer, ["a cat and a cat " + " ".join(f"word{number}" for number in range(30))])
+    assert unknown.examples[0] == "cat" and len(unknown.examples) == 8
+    with pytest.raises(DataError, match=r"'word0'.*, \.\.\."):
+        unknown.limit = 0.5
+        unknown.check("here")
+
+
+def byte_level(**special: str) -> PreTrainedTokenizerBase:
+    vocabulary = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+@pytest.mark.parametrize(
+    "special", [{}, {"unk_token": "<|end|>", "eos_token": "<|end|>", "bos_token": "<|end|>"}], ids=["none", "as GPT-2"]
+)
+def test_byte_level_tokenizers_know_every_text(special):
+    tokenizer = byte_level(**special)
+    unknown = UnknownTokens(0.0)
+    unknown.count(tokenizer, [*tokenizer("ähm 再见 🙂")["input_ids"], tokenizer.convert_tokens_to_ids("<|end|>") or 0], "ähm 再见 🙂")
+    unknown.check("here")
+    assert unknown.fraction == 0 and unknown.tokens > 10
+
+
+def test_a_tokenizer_that_falls_back_to_bytes_knows_every_text():
+    assert counted(read_tokenizer(str(shared_path("models", "stories260K"))), ["ähm 再见 🙂"]).fraction == 0
+
+
+def conversion(model: Any, args: ConvertConfig, rows: Any) -> Any:
+    return ConvertTrainer(model, args, rows)
+
+
+def grpo(model: Any, args: GRPOConfig, rows: Any) -> Any:
+    return GRPOTrainer(model, share_of_a, args, rows)
+
+
+TRAINERS: dict[str, tuple[Callable[..., Any], Any, str, list[dict[str, str]]]] = {
+    "pretrain": (PretrainTrainer, PretrainConfig, "causal", TEXTS),
+    "convert text": (conversion, ConvertConfig, "causal", TEXTS),
+    "convert pairs": (conversion, ConvertConfig, "causal", PAIRS),
+    "sft": (SFTTrainer, SFTConfig, "bidirectional", PAIRS),
+    "dpo": (DPOTrainer, DPOConfig, "bidirectional", PREFERENCES),
+    "grpo": (grpo, GRPOConfig, "bidirectional", PAIRS),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer_refuses_text_that_its_tokenizer_lacks_unless_a_setting_allows_it(name, tmp_path):
+    trainer, config, attention, known = TRAINERS[name]
+    rows = known * 2 + [{key: LACKING[key] for key in known[0]}]
+    more = {"grpo": ROLLOUT, "convert text": {"stages": [{}]}, "convert pairs": {"stages": [{}]}}.get(name, {})
+    with pytest.raises(DataError, match=r"^train_dataset[^:]*: \d+\.\d% of the tokens are unknown .*'0'.*max_unknown"):
+        trainer(tiny(attention), config(**settings(tmp_path), **more), rows)
+    trainer(tiny(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
+
+
+def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_what_it_lacks(tmp_path):
+    rows = [{"prompt": "abc", "chosen": "10", "rejected": "01"}]
+    with pytest.raises(DataError, match=r"row 0: .* unknown to the tokenizer. It lacks '[01]'"):
+        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path)), rows)
+
+
+class Stream:
+    """Rows that can be gone over again, without a length."""
+
+    def __init__(self, rows: list[dict[str, str]]):
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("clean", [0, 300])
+def test_a_stream_is_refused_as_soon_as_too_much_of_it_is_unknown(clean, tmp_path):
+    rows = Stream([{"text": "abcd"}] * clean + [{"text": "0101"}] * 300 + [{"text": "abcd"}] * 100_000)
+    with pytest.raises(DataError, match=r"train_dataset: .*unknown to the tokenizer"):
+        PretrainTrainer(tiny("causal"), PretrainConfig(**settings(tmp_path, max_length=64, max_steps=30)), rows).train()
+
+
+def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it(tmp_path):
+    rows, run = [{"text": "0101"}], settings(tmp_path / "run", token_cache=str(tmp_path / "cache"))
+    PretrainTrainer(tiny("causal"), PretrainConfig(**run, max_unknown=1.0), rows)
+    with pytest.raises(DataError, match="unknown to the tokenizer"):
+        PretrainTrainer(tiny("causal"), PretrainConfig(**run), rows)
+
+
+def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
+    trainer = SFTTrainer(tiny(), SFTConfig(**settings(tmp_path), max_unknown=0.5), [*PAIRS, {"prompt": "a", "completion": "x1x"}])
+    found = trainer.train_dataset.report.to_dict()["unknown_tokens"]
+    assert found["examples"] == ["x", "1"] and 0 < found["fraction"] < 0.1
+    assert f"{found['fraction']:.2%}" in capsys.readouterr().out
+
+
+def test_counting_takes_little_beside_encoding():
+    tokenizer = character_tokenizer(ALPHABET)
+    texts = [ALPHABET * 20] * 300
+
+    def count() -> None:
+        unknown = UnknownTokens()
+        for text, ids in zip(texts, encoded, strict=True):
+            unknown.count(tokenizer, ids, text)
+
+    encoded = encode_texts(tokenizer, texts)
+    took = min(timeit.repeat(lambda: encode_texts(tokenizer, texts), number=1, repeat=3))
+    assert min(timeit.repeat(count, number=1, repeat=3)) < took / 4

@@ -1,0 +1,38 @@
+"""`unmask new`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from unmask.config.run import check_output_folder, refuse_existing
+from unmask.console import for_stdout
+
+
+def new(
+    name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to write.")],
+    kind: Annotated[
+        Literal["sft", "preferences", "rewards", "conversion"],
+        typer.Option(metavar="KIND", help="sft (chats), preferences (DPO), rewards (GRPO with a reward of your own) or conversion."),
+    ] = "sft",
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_ID", help="The model to train, for config.yaml; unset: a tiny one that stands in for yours."),
+    ] = None,
+) -> None:
+    """Write a folder to begin with: a commented config, sample data, a Makefile and a README."""
+    remedy = "Choose another name"
+    check_output_folder(name, remedy=remedy)
+    refuse_existing(name / "README.md", remedy, overwrite=False)
+    from unmask.commands.new.folder import write_templates
+
+    write_templates(name, kind, model)
+    if model is None:
+        from unmask.commands.new.tiny_model import write_tiny_model
+
+        write_tiny_model(name, kind)
+    for path in sorted(name.iterdir()):
+        typer.echo(for_stdout(f"{path}{'/' * path.is_dir()}"))
+    typer.echo(for_stdout(f"next: cd {name} && make train  (README.md has the rest)"))
