@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import runpy
 
@@ -44,6 +45,23 @@ def test_names_that_pages_give_with_a_file_are_in_it():
     for path, name in pairs:
         source = (REPOSITORY / path).read_text(encoding="utf-8")
         assert all(re.search(rf"^\s*(def|class) {part}\b", source, re.M) for part in name.split(".")), f"{path} has no {name}"
+
+
+def wordings() -> set[str]:
+    """The texts in the source; `...` stands for a value in them."""
+    nodes = [node for path in (REPOSITORY / "unmask").rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    joined = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    whole = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return whole | {"".join(part.value if isinstance(part, ast.Constant) else "..." for part in parts) for parts in joined}
+
+
+def test_messages_that_pages_quote_are_in_the_source():
+    """The first column of tables that begin with "message"."""
+    tables = [table for page in PAGES for table in re.findall(r"^\| message \|.*\n((?:\|.*\n?)+)", page.read_text(encoding="utf-8"), re.M)]
+    quoted = {quote for table in tables for row in table.splitlines() for quote in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+    assert len(quoted) > 30
+    known = wordings()
+    assert not [quote for quote in quoted if not any(quote in wording for wording in known)]
 
 
 def test_the_figure_shows_the_masks_of_today():
