@@ -337,7 +337,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("sft", ["data.task=sudoko"], ["unknown task 'sudoko'", "sudoku"]),
         ("sft", ["model.from_scratch=true"], ["model.from_scratch", "Pre-train it first"]),
         ("grpo", ["training.num_generations=3", "training.max_completion_length=17"], ["num_generations", "4 completions"]),
-        ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["nowhere:reward: cannot be imported", "package.module:function"]),
+        ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["nowhere:reward: cannot be imported", "package.module:NAME"]),
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
         ("convert", ["lora.r=2", "training.time_embedding=true"], ["time_embedding", "without lora"]),
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
