@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.harness.local_tasks import CHOICES, write_task
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import QUICK
 from unmask.cli.quiet import debugging
@@ -129,6 +130,9 @@ def diffusion(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("\n".join(row["prompt"] + row["completion"] for row in rows))
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "1"} for row in rows]
     (folder / "PREFERENCES.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "tasks").mkdir()
+    questions = [{"query": row["prompt"], "choices": ["12", "34"], "gold": 0} for row in rows]
+    write_task(folder / "tasks", "quiz", CHOICES, questions)
     shown = run(folder, "convert", "--model", model, "--data", "text.txt", "--output", "convert", *QUICK, "training.max_steps=12")
     assert foreign(shown) == [] and summary(shown)["next"] == "unmask sft --model convert/model --data PAIRS.jsonl --output sft"
     return folder
@@ -147,6 +151,7 @@ SFT = ["sft", "--model", "convert/model", *TASK]
         ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "training.max_steps=12", "--dry-run"],
         ["profile", "--steps", "1", *SFT, "--output", "profile"],
         ["evaluate", "convert/model", "--task", "sudoku", "--rows", "4", "--likelihood", "text.txt", "--output", "result.json"],
+        ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
         ["inspect", "convert/model"],
     ],
     ids=lambda arguments: f"{arguments[0]}{' --dry-run' * ('--dry-run' in arguments)}",
