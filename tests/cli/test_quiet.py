@@ -106,11 +106,10 @@ warnings.warn("memory is short\\x1b[2J", UnmaskWarning)
 warnings.warn("mine")
 warnings.warn_explicit("theirs", FutureWarning, typer.__file__, 1)
 warnings.warn_explicit("their C code's", FutureWarning, "<frozen importlib>", 1)
-for name in ("theirs", "unmask.rl"):
+source = "logger.setLevel(logging.DEBUG); logger.warning(f'a warning of {name}'); logger.error(f'an error of {name}')"
+for name, file in (("theirs", typer.__file__), ("unmask.rl", typer.__file__), ("mine", "rewards.py")):
     logger = logging.getLogger(name)
-    logger.setLevel(logging.DEBUG)
-    logger.warning("a warning of %s", name)
-    logger.error("an error of %s", name)
+    exec(compile(source, file, "exec"))
 """
     lines = run(tmp_path, "-c", code, command=[sys.executable]).splitlines()
     assert lines == [
@@ -119,6 +118,8 @@ for name in ("theirs", "unmask.rl"):
         "an error of theirs",
         "a warning of unmask.rl",
         "an error of unmask.rl",
+        "a warning of mine",
+        "an error of mine",
     ]
 
 
