@@ -1,4 +1,4 @@
-"""A hook of mkdocs: README, SECURITY and the notebooks become pages, and links that leave docs/ become links within the site, or text."""
+"""A hook of mkdocs: the texts of the root and the notebooks become pages; links that leave docs/ become links within the site, or text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-OUTSIDE = {"index.md": "README.md", "security-policy.md": "SECURITY.md"}
+OUTSIDE = {
+    "index.md": "README.md",
+    "security-policy.md": "SECURITY.md",
+    "taking-part.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+}
 """Pages that are written elsewhere, each with its file."""
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"(!\[[^\]]*\])\(([^)\s]+)\)")
