@@ -137,6 +137,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, row in ROWS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
+    shutil.copytree(REPOSITORY / "docs" / "samples", folder / "docs" / "samples")
     for name in ("stories.txt", "FILE"):
         (folder / name).write_text("Once upon a time, there was a cat.\n" * 200)
     (folder / "my_rewards.py").write_text(next(block.text for block in BLOCKS if "# my_rewards.py" in block.text))
