@@ -172,17 +172,29 @@ def lines(*rows: Any) -> str:
     [
         ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
         ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
-        ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Fix or remove"]),
+        (
+            "sft",
+            lines(PAIR, '{"prompt": "12", '),
+            ["rows.jsonl, line 2", "malformed JSON", "Fix or remove the row. Or leave such rows out with training.bad_rows=skip"],
+        ),
         ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
-        ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
+        (
+            "sft",
+            lines(PAIR, {**PAIR, "prompt": "1" * 200}),
+            ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "training.truncate_prompt=true", "drop the row", "bad_rows=skip"],
+        ),
         ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),
         ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),
         (
             "dpo",
             lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}),
-            ["row 1", "no column 'rejected'", "chosen"],
+            ["row 1", "no column 'rejected'", "chosen", "training.bad_rows=skip"],
         ),
-        ("grpo", lines(PAIR, {"prompt": "1" * 120}), ["rows.jsonl, row 1", "138 tokens", "context is 128", "max_completion_length"]),
+        (
+            "grpo",
+            lines(PAIR, {"prompt": "1" * 120}),
+            ["rows.jsonl, row 1", "138 tokens", "context is 128", "training.max_completion_length to 7"],
+        ),
         ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no value in column 'prompt'"]),
     ],
 )

@@ -20,7 +20,7 @@ from unmask.commands.compatibility import check_together
 from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
-from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
+from unmask.commands.run_folder import RunFolder
 from unmask.commands.settings.listing import SET_BY_RUN
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
@@ -31,6 +31,7 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.models.model_files import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
