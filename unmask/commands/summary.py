@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog
-from unmask.commands.run_folder import TRAINED_MODEL
+from unmask.models.model_files import TRAINED_MODEL
 from unmask.config.run import RunConfig
 from unmask.console import format_duration, format_number
 from unmask.evaluation.provenance import EVALUATION
