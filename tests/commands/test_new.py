@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -20,6 +21,8 @@ from unmask.rl.weighted_rewards import Rewards
 
 VERB = {"sft": "sft", "preferences": "dpo", "rewards": "grpo", "conversion": "convert"}
 KEY = re.compile(r"(?P<indent> *)(?P<key>\w+):(?P<value>.*)")
+IMPROVES = {"sft": "eval_loss", "preferences": "accuracy", "rewards": "reward", "conversion": "cross_entropy"}
+"""A metric of the log that says that the stand-in learns."""
 UNSET = {"none", "all", "that", "as", "one", "null"}
 """What defaults are called that are no value: `Default: that of the model`."""
 
@@ -98,7 +101,7 @@ def test_a_folder_that_is_in_use_is_refused_and_left_alone(here):
     assert result.exit_code == 2 and "is a file, not a folder" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["a model", "model#1", "it's"])
+@pytest.mark.parametrize("name", ["a model", "model#1", "it's", "modèle"])
 def test_a_models_folder_is_found_from_the_new_one(name, here):
     (here / name).mkdir()
     assert unmask("new", "runs/mine", "--model", name).exit_code == 0
@@ -126,4 +129,8 @@ def test_each_command_runs_to_its_end(kind, here):
     for command in ("help", "train", "evaluate", "generate", "report"):
         done = subprocess.run(["make", "-C", "mine", command], env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and "Warning" not in done.stderr, (command, done.stdout, done.stderr)
-    assert "evaluation.json" in (here / "mine/report.html").read_text()
+    assert all((here / "mine" / name).is_file() for name in ("evaluation.before.json", "evaluation.json", "report.html"))
+    log = [json.loads(line) for line in (here / f"mine/runs/{VERB[kind]}/training_logs.json").read_text().splitlines()]
+    first, *_, last = [line[IMPROVES[kind]] for line in log if IMPROVES[kind] in line]
+    assert first > last if kind in ("sft", "conversion") else first < last
+    assert any(line.get("loss") for line in log)

@@ -6,14 +6,15 @@ column of prompts.jsonl is a list too, by its name: here `word`. Return a number
 Training compares the completions of one prompt. A reward that is the same for all of them teaches nothing, so give partial credit.
 """
 
-LENGTH = 40  # characters of a good answer
+LETTERS = 50  # of a good answer
 
 
 def on_topic(prompts, completions, word, **columns):
-    """1 for the word of the prompt, and up to 1 for a length near `LENGTH`."""
+    """1 for the word of the prompt, and up to 1 for a length near `LETTERS`."""
     texts = [messages[-1]["content"] for messages in completions]
     return [(one in text.lower()) + nearness(text) for text, one in zip(texts, word, strict=True)]
 
 
 def nearness(text):
-    return max(0.0, 1 - abs(len(text) - LENGTH) / LENGTH)
+    letters = sum(character.isalpha() for character in text)
+    return max(0.0, 1 - abs(letters - LETTERS) / LETTERS)
