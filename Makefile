@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/.installed
 GPU_PYTHON ?= $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check dist audit lock format clean
+.PHONY: help demo playground test test-machines test-slow test-nightly test-vllm test-gpu bench-gpu test-all check docs dist audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt build.lock requirements.lock
 	$(BIN)/python -m pip check
 	touch $@
 
-demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
+demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (in a minute: ARGS=--quick; again: ARGS=--overwrite)
 	$(BIN)/unmask demo $(ARGS)
 
 # Needs Node 20.19 or later. What it builds goes into the wheel; the lock file holds the hashes of all that is installed.
@@ -78,6 +78,9 @@ check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_order.py
 
+docs: $(INSTALLED)  ## the documentation site: site/index.html
+	$(BIN)/mkdocs build --strict
+
 # Without `make playground` before it, `unmask serve` of this wheel has no page to show.
 dist: $(INSTALLED)  ## the wheel and the source archive, in dist/
 	rm -rf dist
@@ -96,5 +99,5 @@ format: $(INSTALLED)  ## format the code and mend what lint can mend
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) $(VLLM) playground/node_modules unmask/serving/static build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) playground/node_modules unmask/serving/static site build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
+import sys
 from itertools import pairwise
 
 import pytest
+from typer.testing import CliRunner
 
 import unmask
-from unmask.demo import DESCRIPTIONS, Demo, DemoSettings, run_demo
+from tests.helpers import REPOSITORY, run_all
+from unmask.cli import app
+from unmask.cli.train import VERB_HELP
+from unmask.demo import QUICK, STAGES, Demo, DemoSettings, run_demo
 from unmask.errors import TrainingError
-from unmask.evaluation.report.content import Table
+from unmask.evaluation.report.content import Commands, Table
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
@@ -19,10 +27,10 @@ TINY = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrai
 
 
 @pytest.mark.parametrize("task", ["sudoku", pytest.param("countdown", marks=pytest.mark.slow)])
-def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
+def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
     output = tmp_path / "demo"
     report = run_demo(task=task, output=output, seed=3, settings=TINY)
-    names = list(DESCRIPTIONS)
+    names = list(STAGES)
     assert list(report.entries) == names
     charts = [(series.name, chart.title) for chart in report.charts() for series in chart.series]
     losses = [
@@ -36,6 +44,27 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
     assert [row[0].text for row in tables["What was run"].groups[0][1]] == names
     differences = next(table for caption, table in tables.items() if caption.endswith("what made a difference"))
     assert [row[0].text for row in differences.groups[0][1]] == [f"{after} against {before}" for before, after in pairwise(names)]
+
+    first, *_, last = report.sections
+    assert (first.title, last.title) == ("What happened", "What to type next")
+    solved = [read_result(output / name / "evaluation.json").tasks[0].metrics["solved"].mean for name in names]
+    (said,) = [{row[0].text: (row[1].text, row[2].text) for row in block.groups[0][1]} for block in first.blocks]
+    assert list(said) == names
+    assert all(f"{100 * mean:.1f}% of the problems solved" in said[name][0] for name, mean in zip(names, solved, strict=True))
+    assert "46.5% of them with a mistake" in said["sft"][0] and all((REPOSITORY / page).is_file() for _, page in said.values())
+
+    lines = capsys.readouterr().out.splitlines()[-3:]
+    commands = [command for block in last.blocks if isinstance(block, Commands) for command, _ in block.lines]
+    assert lines[0] == f"report: {output / 'report.html'}" and lines[2] == f"next:   {commands[0]}"
+    assert f"{solved[-1]:.1%}" in lines[1] and "6 held-out problems" in lines[1]
+    assert [shlex.split(command)[1] for command in commands] == ["generate", *names[1:]]
+    for command in commands:
+        words = shlex.split(command)[1:]
+        options = ["training.use_cpu=true", "--print-config"] if words[0] in VERB_HELP else []
+        result = CliRunner().invoke(app, [*words, *options])
+        assert result.exit_code == 0, (command, result.output, result.exception)
+        files = [words[at + 1] for at, word in enumerate(words) if word in ("--model", "--data") and "my-" not in words[at + 1]]
+        assert all((tmp_path / file).exists() for file in files)
 
     page = (output / "report.html").read_text()
     assert all(f"</span>{name}<" in page for name in names) and "<svg" in page
@@ -63,3 +92,30 @@ def test_an_existing_output_is_refused_and_left_alone(tmp_path):
         run_demo(output=tmp_path, settings=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"
+
+
+def test_quick_is_smaller_in_everything_and_says_so():
+    sizes = ("rows", "test_rows", "hidden", "layers", "batch", "pretrain", "convert", "sft", "dpo", "grpo")
+    assert all(getattr(QUICK, name) < getattr(DemoSettings(), name) for name in sizes)
+    assert (QUICK.mistakes, QUICK.text_mistakes) == (DemoSettings().mistakes, DemoSettings().text_mistakes)
+    assert "too small" in QUICK.remark and not DemoSettings().remark
+
+
+@pytest.mark.slow
+def test_the_quick_demo_takes_less_than_a_minute_and_what_it_suggests_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    start = os.times()
+    done = run_all([sys.executable, "-m", "unmask", "demo", "--quick"], timeout=600, capture_output=True, text=True)
+    end = os.times()
+    assert end.children_user + end.children_system - start.children_user - start.children_system < 60  # whatever else runs here
+    report, score, following = done.stdout.splitlines()[-3:]
+    assert report == "report: runs/demo/report.html" and QUICK.remark in score
+    page = (tmp_path / "runs/demo/report.html").read_text()
+    assert QUICK.remark in page and following.removeprefix("next:   ") in page
+    commands = re.findall(r"^unmask .*$", page, re.M)
+    assert len(commands) == 5
+    for command in commands:
+        given = [sys.executable, "-m", *shlex.split(command)]
+        run_all([word.replace("max_steps=50", "max_steps=2") for word in given], timeout=600, capture_output=True)

@@ -139,7 +139,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, row in ROWS.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
-    for name in ("stories.txt", "docs/samples/stories.txt", "FILE"):
+    shutil.copytree(REPOSITORY / "docs" / "samples", folder / "docs" / "samples")
+    for name in ("stories.txt", "FILE"):
         (folder / name).write_text("Once upon a time, there was a cat.\n" * 200)
     (folder / "train.yaml").write_text("model_name_or_path: runs/demo/pretrain\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 2\n")
     for block in BLOCKS:

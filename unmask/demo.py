@@ -6,26 +6,39 @@ something to improve (docs/demo.md).
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from unmask.artifacts import write_manifest
+from unmask.artifacts import write_atomic, write_manifest
 from unmask.commands.report import read_run
 from unmask.config.run import SamplerConfig, check_output_folder
-from unmask.console import Phase, Progress
+from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_model
 from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.report.build import make_report
-from unmask.evaluation.report.content import Answer, Block, Denoising, Notes, Problem, Record, Report, Section
+from unmask.evaluation.report.content import (
+    Answer,
+    Block,
+    Cell,
+    Commands,
+    Denoising,
+    Notes,
+    Problem,
+    Record,
+    Report,
+    Section,
+    Table,
+)
 from unmask.evaluation.report.page import write_page
-from unmask.evaluation.report.scores import Result
+from unmask.evaluation.report.scores import Result, entries_by_task, in_words
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
@@ -33,6 +46,7 @@ from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
+from unmask.redaction import shell_line
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
@@ -56,6 +70,7 @@ class DemoSettings:
         batch: rows per step.
         pretrain, convert, sft, dpo, grpo: optimizer steps of each verb.
         seconds: duration of each verb on two cores, for the first estimate of the time left.
+        remark: what the report and the summary say of the sizes.
     """
 
     rows: int = 20_000
@@ -71,6 +86,54 @@ class DemoSettings:
     dpo: int = 30
     grpo: int = 45
     seconds: tuple[tuple[str, float], ...] = (("pretrain", 70), ("convert", 120), ("sft", 36), ("dpo", 42), ("grpo", 70))
+    remark: str = ""
+
+
+QUICK = DemoSettings(
+    rows=1000,
+    test_rows=100,
+    hidden=64,
+    layers=2,
+    batch=64,
+    pretrain=60,
+    convert=60,
+    sft=30,
+    dpo=4,
+    grpo=4,
+    seconds=(("pretrain", 4), ("convert", 7), ("sft", 4), ("dpo", 3), ("grpo", 4)),
+    remark="This was the quick demo: its figures show that everything works, and are too small to teach.",
+)
+"""Every stage in seconds."""
+
+
+class Stage(NamedTuple):
+    """What the report says of a stage, and the page that explains it."""
+
+    description: str
+    sentence: str
+    """With fields of `DemoSettings` in braces."""
+    page: str
+
+
+STAGES = {
+    "pretrain": Stage(
+        "causal, next token",
+        "A causal model learns to continue {rows:,} problems with answers, {text_mistakes:.1%} of them with a mistake",
+        "docs/data.md",
+    ),
+    "convert": Stage(
+        "to bidirectional diffusion, three stages",
+        "Conversion teaches it, on the same text, to fill in hidden tokens in any order",
+        "docs/conversion.md",
+    ),
+    "sft": Stage("on demonstrations", "SFT on demonstrations, {mistakes:.1%} of them with a mistake", "docs/data.md"),
+    "dpo": Stage("correct against corrupted answers", "DPO prefers right answers to corrupted ones", "docs/preferences.md"),
+    "grpo": Stage(
+        "on the reward alone", "GRPO rewards the right parts of answers that the model samples; it is shown no answer", "docs/rl.md"
+    ),
+}
+EXAMPLES = 1000
+"""Rows of each kind of data that are kept as examples."""
 
 
 class Demo:
@@ -127,10 +190,21 @@ class Demo:
         args = SFTConfig(**self.arguments("sft", self.settings.sft, learning_rate=1e-3, canvas_length=self.task.max_completion))
         SFTTrainer(self.lm, args, self.demonstrations, progress=phase).train()
 
-    def dpo(self, phase: Phase) -> None:
+    def preferences(self, count: int) -> Rows:
+        """The first `count` training problems, each with its right answer and a corrupted one."""
         rng = random.Random(self.seed + 3)
-        chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
-        pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
+        rows = self.train[:count]
+        return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": self.task.corrupt(row, rng)} for row in rows]
+
+    def write_data(self, folder: Path) -> None:
+        """Examples of the data of each verb, as files in its format."""
+        pairs = [{"prompt": row["prompt"], "completion": row["completion"]} for row in self.demonstrations[:EXAMPLES]]
+        text = [{"text": row["prompt"] + row["completion"]} for row in self.text[:EXAMPLES]]
+        for name, rows in {"text": text, "pairs": pairs, "preferences": self.preferences(EXAMPLES)}.items():
+            write_atomic(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+    def dpo(self, phase: Phase) -> None:
+        pairs = self.preferences(self.settings.dpo * self.settings.batch // 4)
         arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
         DPOTrainer(self.lm, args, pairs, progress=phase).train()
@@ -167,19 +241,10 @@ class Demo:
         return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4, clues=clues)
 
 
-DESCRIPTIONS = {
-    "pretrain": "causal, next token",
-    "convert": "to bidirectional diffusion, three stages",
-    "sft": "on demonstrations",
-    "dpo": "correct against corrupted answers",
-    "grpo": "on the reward alone",
-}
-
-
 def run_demo(
     *, task: str = "sudoku", output: str | Path = "runs/demo", seed: int = 0, overwrite: bool = False, settings: DemoSettings | None = None
 ) -> Report:
-    """Run the demonstration and write `report.html`, models and figures under `output`.
+    """Run the demonstration and write `report.html`, models, figures and examples of data under `output`. Print a summary of three lines.
 
     Raises:
         TrainingError: the folder is not empty and `overwrite` is not given.
@@ -188,33 +253,104 @@ def run_demo(
     check_output_folder(output, overwrite=overwrite)
     settings = settings or DemoSettings()
     demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
-    phases = [phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7.0))]
+    demo.write_data(output / "data")
+    phases = [phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", settings.test_rows / 114))]
     with Progress(phases) as progress:
-        for name, description in DESCRIPTIONS.items():
-            demo.run(name, description, progress, getattr(demo, name))
+        for name, stage in STAGES.items():
+            demo.run(name, stage.description, progress, getattr(demo, name))
     manifest = write_manifest(output / "manifest.json", {"task": task, "seed": seed, "settings": vars(settings)})
     report = report_of(demo, manifest)
     write_page(report, output / "report.html")
+    for line in summary(demo):
+        show_line(for_stdout(line))
     return report
+
+
+def results_of(demo: Demo) -> list[Result]:
+    """The evaluation of each stage that has run."""
+    return [Result(run.name, run.color, read_result(demo.output / run.name / "evaluation.json")) for run in demo.runs]
 
 
 def report_of(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     """The report of a finished demonstration."""
+    settings, results = demo.settings, results_of(demo)
     notes = Notes(
         lines=[
-            f"Answers with a mistake: {demo.settings.text_mistakes:.1%} in the text, {demo.settings.mistakes:.1%} in SFT.",
+            f"Answers with a mistake: {settings.text_mistakes:.1%} in the text, {settings.mistakes:.1%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ]
     )
-    return make_report(
+    report = make_report(
         title=f"Unmask: the whole pipeline on {demo.task.name}",
-        subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
+        subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data. {settings.remark}".strip(),
         entries=[run.name for run in demo.runs],
         runs=demo.runs,
-        results=[Result(run.name, run.color, read_result(demo.output / run.name / "evaluation.json")) for run in demo.runs],
+        results=results,
         more=[Section(title="One answer, step by step", blocks=[demo.denoising()])],
         last=[notes, Record(title="The demo", values=manifest)],
     )
+    return replace(report, sections=[what_happened(settings, results), *report.sections, what_next(demo)])
+
+
+def what_happened(settings: DemoSettings, results: Sequence[Result]) -> Section:
+    """A sentence for each stage, with its figures, and the page that explains it."""
+    [entries] = entries_by_task(results).values()
+    rows = []
+    for entry, figures in zip(entries, in_words(entries), strict=True):
+        stage = STAGES[entry.model]
+        sentence = f"{stage.sentence.format(**vars(settings))}: {figures}."
+        rows.append([Cell(text=entry.model, color=entry.color), Cell(text=sentence), Cell(text=stage.page)])
+    intro = "The pages are in the folder docs of Unmask's source; docs/demo.md explains the whole."
+    table = Table(caption="What each stage did", header=["Stage", "What it did", "Explained in"], groups=[("", rows)])
+    return Section(title="What happened", blocks=[table], intro=intro)
+
+
+def what_next(demo: Demo) -> Section:
+    """The commands to type next."""
+    intro = (
+        "With the demo's own models and examples of its data, in a minute or two each. To use yours, replace --model by a causal model (a "
+        "folder or a name on the hub) and --data by a file of the same format, and leave max_steps out."
+    )
+    more = "docs/data.md has all formats, docs/configuration.md all settings, docs/evaluation.md how to measure your model."
+    return Section(title="What to type next", blocks=[Commands(lines=next_commands(demo)), Notes(lines=[more])], intro=intro)
+
+
+def next_commands(demo: Demo) -> list[tuple[str, str]]:
+    """Commands that can be given now, each with what it does: on the demo's models and data, into folders beside it."""
+    made, data, beside = demo.output, demo.output / "data", demo.output.parent
+    length, short = demo.task.max_completion, "training.max_steps=50"
+    convert, sft, dpo, grpo = (beside / f"my-{name}" for name in ("convert", "sft", "dpo", "grpo"))
+    commands = [
+        (["generate", made / "grpo", "--prompt", demo.test[0]["prompt"], "--max-new-tokens", length], "let the demo's last model answer"),
+        (
+            ["convert", "--model", made / "pretrain", "--data", data / "text.jsonl", "--output", convert, short],
+            "turn a causal model into a diffusion model",
+        ),
+        (["sft", "--model", convert / "model", "--data", data / "pairs.jsonl", "--output", sft, short], "train it on answers to prompts"),
+        (["dpo", "--model", sft / "model", "--data", data / "preferences.jsonl", "--output", dpo, short], "train it on preferences"),
+        (
+            [
+                "grpo",
+                "--model",
+                dpo / "model",
+                "--task",
+                demo.task.name,
+                "--output",
+                grpo,
+                f"training.max_completion_length={length}",
+                "training.max_steps=5",
+            ],
+            "train it on rewards of a task",
+        ),
+    ]
+    return [(shell_line(["unmask", *map(str, words)]), what) for words, what in commands]
+
+
+def summary(demo: Demo) -> list[str]:
+    """Where the report is, the score, and the next command."""
+    first, *_, last = (result.content.tasks[0].metrics["solved"].shown("solved") for result in results_of(demo))
+    score = f"{last} of {len(demo.test)} held-out problems solved; {first} before the conversion. {demo.settings.remark}"
+    return [f"report: {demo.output / 'report.html'}", f"score:  {score.strip()}", f"next:   {next_commands(demo)[0][0]}"]
 
 
 def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:

@@ -52,6 +52,13 @@ class DataError(UnmaskError):
     def moved(self, where: str | None) -> Self:
         return type(self)(self.what, where=where, remedy=self.remedy, reason=self.reason)
 
+    def skippable(self) -> Self:
+        """An error of a row, with the setting that leaves such rows out as another remedy; any other error unchanged."""
+        if self.reason is None:
+            return self
+        remedy = f"{(self.remedy or 'Mend the row').rstrip('.')}. Or leave such rows out with training.bad_rows=skip"
+        return type(self)(self.what, where=self.where, remedy=remedy, reason=self.reason)
+
 
 class ModelError(UnmaskError):
     """A model that cannot be loaded, converted or used as requested."""

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -38,10 +37,10 @@ def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *args], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
 
 
-def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
-    """Replace a module that the command line imports by one with these functions."""
+def replace(monkeypatch: pytest.MonkeyPatch, module: str, **contents: Any) -> None:
+    """Replace a module that the command line imports by one with these contents."""
     fake = ModuleType(module)
-    vars(fake).update(functions)
+    vars(fake).update(contents)
     monkeypatch.setitem(sys.modules, module, fake)
 
 
@@ -574,12 +573,12 @@ def test_a_setting_of_another_section_than_training_is_reported(stages: list[Any
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
-    replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options))
+    replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options), QUICK="quick")
     assert run("demo").exit_code == 0
-    assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--overwrite").exit_code == 0
+    assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--quick", "--overwrite").exit_code == 0
     assert calls == [
-        {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False},
-        {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True},
+        {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False, "settings": None},
+        {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True, "settings": "quick"},
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.evaluation.harness.local_tasks import CHOICES, write_task
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import QUICK
 from unmask.cli.quiet import debugging
@@ -105,11 +106,10 @@ warnings.warn("memory is short\\x1b[2J", UnmaskWarning)
 warnings.warn("mine")
 warnings.warn_explicit("theirs", FutureWarning, typer.__file__, 1)
 warnings.warn_explicit("their C code's", FutureWarning, "<frozen importlib>", 1)
-for name in ("theirs", "unmask.rl"):
+source = "logger.setLevel(logging.DEBUG); logger.warning(f'a warning of {name}'); logger.error(f'an error of {name}')"
+for name, file in (("theirs", typer.__file__), ("unmask.rl", typer.__file__), ("mine", "rewards.py")):
     logger = logging.getLogger(name)
-    logger.setLevel(logging.DEBUG)
-    logger.warning("a warning of %s", name)
-    logger.error("an error of %s", name)
+    exec(compile(source, file, "exec"))
 """
     lines = run(tmp_path, "-c", code, command=[sys.executable]).splitlines()
     assert lines == [
@@ -118,6 +118,8 @@ for name in ("theirs", "unmask.rl"):
         "an error of theirs",
         "a warning of unmask.rl",
         "an error of unmask.rl",
+        "a warning of mine",
+        "an error of mine",
     ]
 
 
@@ -129,6 +131,9 @@ def diffusion(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text("\n".join(row["prompt"] + row["completion"] for row in rows))
     pairs = [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": row["completion"][::-1] + "1"} for row in rows]
     (folder / "PREFERENCES.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    (folder / "tasks").mkdir()
+    questions = [{"query": row["prompt"], "choices": ["12", "34"], "gold": 0} for row in rows]
+    write_task(folder / "tasks", "quiz", CHOICES, questions)
     shown = run(folder, "convert", "--model", model, "--data", "text.txt", "--output", "convert", *QUICK, "training.max_steps=12")
     assert foreign(shown) == [] and summary(shown)["next"] == "unmask sft --model convert/model --data PAIRS.jsonl --output sft"
     return folder
@@ -147,6 +152,7 @@ SFT = ["sft", "--model", "convert/model", *TASK]
         ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "training.max_steps=12", "--dry-run"],
         ["profile", "--steps", "1", *SFT, "--output", "profile"],
         ["evaluate", "convert/model", "--task", "sudoku", "--rows", "4", "--likelihood", "text.txt", "--output", "result.json"],
+        ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
         ["inspect", "convert/model"],
     ],
     ids=lambda arguments: f"{arguments[0]}{' --dry-run' * ('--dry-run' in arguments)}",

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from typer.testing import CliRunner
 
 from tests.helpers import REPOSITORY
-from unmask.cli import app
+from unmask.cli import app, quiet
 from unmask.commands.doctor import examine as examination
 from unmask.commands.doctor import machine, packages, surroundings, torch_build
 from unmask.commands.doctor.findings import WIDTH, Finding, as_text, findings_of, without_names
@@ -235,3 +235,8 @@ def test_this_machine_is_not_broken():
     assert {"torch", "transformers", "SDPA", "FlexAttention", "Triton", "liger-kernel", "flash-attn", "bitsandbytes"} <= torch
     assert {finding.name for finding in groups["sandbox"]} >= {"bubblewrap", "seccomp"}
     assert os.path.expanduser("~") not in as_text(groups)
+
+
+def test_what_the_command_line_sets_itself_is_not_called_the_users():
+    own = {name for name in quiet.VARIABLES if surroundings.VARIABLE.fullmatch(name)}
+    assert own == surroundings.OWN

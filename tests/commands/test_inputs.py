@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
-from tests.commands.test_run import assert_refused
+from tests.commands.test_run import GRPO, assert_refused
 from tests.training.tiny_runs import QUICK, unmask
-from unmask.models.load import load
+from unmask.config.run import ModelConfig
+from unmask.models.load import initialise, load
 from unmask.models.model_files import read_tokenizer
+from unmask.planning.blueprint import Blueprint
 
 STORY = "Once upon a time there was a cat. The cat sat on a mat, and the mat was red.\n"
 
@@ -80,3 +83,58 @@ def test_without_data_no_tokenizer_is_trained(model, tmp_path):
 def test_commands_that_make_no_model_have_no_option_for_its_tokenizer(model):
     assert "--tokenizer" not in unmask("generate", "--help").output
     assert unmask("generate", model, "--prompt", "1", "--tokenizer", "train:300").exit_code == 2
+
+
+def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(model, run / "model")
+    (run / "config.yaml").write_text("model: {path: elsewhere}\n")
+    assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
+    assert Blueprint.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
+    for verb in (["inspect", run, "--hardware", "cpu"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):
+        result = unmask(*verb)
+        assert result.exit_code == 0, (result.output, result.exception)
+    trained = unmask("pretrain", "--model", run, "--task", "sudoku", "--output", tmp_path / "out", *QUICK)
+    assert trained.exit_code == 0, (trained.output, trained.exception)
+    assert unmask("evaluate", tmp_path / "out", "--task", "sudoku", "--rows", "2", "--max-new-tokens", "17").exit_code == 0
+
+
+def test_a_folder_with_a_config_of_its_own_is_the_model(model, tmp_path):
+    shutil.copytree(model, tmp_path / "outer")
+    shutil.copytree(model, tmp_path / "outer" / "model")
+    (tmp_path / "outer" / "model" / "config.json").write_text("broken")
+    assert load(tmp_path / "outer").attention == "causal"
+
+
+@pytest.mark.parametrize(
+    ("verb", "options"),
+    [
+        *((verb, ["--data", "nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
+        *((verb, ["--data", "there.jsonl", "data.eval=nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
+        *((verb, ["--task", "sudoku", "data.eval=nowhere.jsonl"]) for verb in ("pretrain", "convert", "sft", "dpo", "grpo")),
+        ("pretrain", ["--data", "nowhere.jsonl", "data.streaming=true"]),
+        ("convert", ["data.train=[{path: there.jsonl}, {path: nowhere.jsonl}]"]),
+        ("convert", ["data.train=[{path: there.jsonl}, {path: nowhere.jsonl}]", "data.streaming=true"]),
+        ("sft", ["--data", "there.jsonl", "retention.likelihood=nowhere.jsonl"]),
+        ("evaluate", ["--likelihood", "nowhere.jsonl"]),
+        ("evaluate", ["--likelihood", "nowhere.jsonl", "--against", "MODEL"]),
+    ],
+)
+def test_missing_data_is_found_before_the_model_is_loaded(verb, options, model, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.chdir(tmp_path)
+    for module in ("commands.inputs", "commands.evaluate"):
+        monkeypatch.setattr(f"unmask.{module}.load", refuse)
+    rows = {"text": "1", "prompt": "1", "completion": "2", "chosen": "2", "rejected": "3"}
+    columns = {"sft": ("prompt", "completion"), "dpo": ("prompt", "chosen", "rejected"), "grpo": ("prompt",)}.get(verb, ("text",))
+    (tmp_path / "there.jsonl").write_text(json.dumps({name: rows[name] for name in columns}) + "\n")
+    options = [str(model) if option == "MODEL" else option for option in options]
+    if verb == "evaluate":
+        assert_refused(unmask(verb, model, *options), "nowhere.jsonl", "no such file")
+        return
+    more = [*GRPO, 'rewards=["sudoku"]'] if verb == "grpo" else []
+    assert_refused(
+        unmask(verb, "--model", model, "--output", "out", *QUICK, *more, *options), "nowhere.jsonl", "no such file", "Check the path"
+    )

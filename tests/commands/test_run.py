@@ -172,17 +172,29 @@ def lines(*rows: Any) -> str:
     [
         ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
         ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
-        ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Fix or remove"]),
+        (
+            "sft",
+            lines(PAIR, '{"prompt": "12", '),
+            ["rows.jsonl, line 2", "malformed JSON", "Fix or remove the row. Or leave such rows out with training.bad_rows=skip"],
+        ),
         ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
-        ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
+        (
+            "sft",
+            lines(PAIR, {**PAIR, "prompt": "1" * 200}),
+            ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "training.truncate_prompt=true", "drop the row", "bad_rows=skip"],
+        ),
         ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),
         ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),
         (
             "dpo",
             lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}),
-            ["row 1", "no column 'rejected'", "chosen"],
+            ["row 1", "no column 'rejected'", "chosen", "training.bad_rows=skip"],
         ),
-        ("grpo", lines(PAIR, {"prompt": "1" * 120}), ["rows.jsonl, row 1", "138 tokens", "context is 128", "max_completion_length"]),
+        (
+            "grpo",
+            lines(PAIR, {"prompt": "1" * 120}),
+            ["rows.jsonl, row 1", "138 tokens", "context is 128", "training.max_completion_length to 7"],
+        ),
         ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no value in column 'prompt'"]),
     ],
 )
@@ -338,7 +350,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("sft", ["data.task=sudoko"], ["unknown task 'sudoko'", "sudoku"]),
         ("sft", ["model.from_scratch=true"], ["model.from_scratch", "Pre-train it first"]),
         ("grpo", ["training.num_generations=3", "training.max_completion_length=17"], ["num_generations", "4 completions"]),
-        ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["nowhere:reward: cannot be imported", "package.module:function"]),
+        ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["nowhere:reward: cannot be imported", "package.module:NAME"]),
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
         ("convert", ["lora.r=2", "training.time_embedding=true"], ["time_embedding", "without lora"]),
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),

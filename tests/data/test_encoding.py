@@ -347,7 +347,7 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
     )
     with pytest.raises(DataError, match=r"renders the prompt differently.*only appends"):
         encode_turns(forgets, turns, "all")
-    with pytest.raises(DataError, match=r"does not end a turn of the assistant.*learn: last") as caught:
+    with pytest.raises(DataError, match=r"does not end a turn of the assistant.*training\.learn=last") as caught:
         encode_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
     assert encode_turns(PLAIN_CHAT, turns[:2], "all")[1] == encode_pair(BARE, "", "b")[1]
@@ -378,7 +378,8 @@ def test_a_template_by_name_or_from_a_file(tmp_path):
     assert read_template(str(path)) == CHATML
     assert read_template("simple") == TEMPLATES["simple"]
     for wrong in ("simpel", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"data\.chat_template: .*neither a template of Unmask.*Give simple, or the path"):
+        told = r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the path"
+        with pytest.raises(ConfigError, match=told):
             read_template(wrong)
     with pytest.raises(DataError, match="the chat template is malformed") as caught:
         encode_prompt(_tokenizer("{% for m in messages %}"), [_turn("user", "a")])

@@ -111,4 +111,4 @@ def test_the_tiny_recipe_trains(model, tmp_path):
     lines = MetricsLog(output / "training_logs.json").read()
     assert {"loss", "margin", "accuracy", "chosen", "rejected", "tokens_per_second", "learning_rate"} <= lines[0].keys()
     assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]["samples"] == 8
-    assert "margin" in result.stderr and "tokens_per_second" in result.stderr and "memory_gb" in result.stderr
+    assert "loss" in result.stderr and "accuracy" in result.stderr  # a line of at most 100 columns has no room for more

@@ -49,7 +49,7 @@ def test_it_learns(tmp_path):
 def test_the_column_has_the_name_that_it_is_given(tmp_path):
     rows = [{"story": "abc"}, {"story": "hg"}]
     assert len(make("pretrain", tmp_path, rows=rows, text_column="story").train_dataset) == 2
-    with pytest.raises(DataError, match=r"train_dataset, row 0: no column 'text'.*'story'.*data\.text_column"):
+    with pytest.raises(DataError, match=r"train_dataset, row 0: no column 'text'.*'story'.*data\.text_column=story"):
         make("pretrain", tmp_path, rows=rows)
 
 

@@ -214,7 +214,7 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
 def test_the_task_of_the_documentation(monkeypatch, tmp_path):
     monkeypatch.setattr(Task, "_known", dict(Task._known))
     text = (REPOSITORY / "docs" / "tasks.md").read_text()
-    (source,) = re.findall(r"## A task of your own\n\n```python\n(.*?)```", text, re.DOTALL)
+    (source,) = re.findall(r"## A task of your own\n\nA task is a class in a file:\n\n```python\n(.*?)```", text, re.DOTALL)
     exec(source, {"__name__": "documentation"})
     (tmp_path / "capitals.jsonl").write_text('{"country": "Peru", "capital": "Lima"}\n')
     (row,) = read_problems(get_task("capitals"), str(tmp_path / "capitals.jsonl"), None, split="train")

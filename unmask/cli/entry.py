@@ -317,13 +317,13 @@ def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="All stages in less than a minute, too small to teach.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
-    from unmask.demo import run_demo
+    from unmask.demo import QUICK, run_demo
 
-    run_demo(task=task, output=output, seed=seed, overwrite=overwrite)
-    typer.echo(for_stdout(f"{output / 'report.html'}: open it in a browser"))
+    run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)
 
 
 app.command(epilog="Example: unmask doctor > doctor.txt")(doctor)

@@ -1,6 +1,6 @@
 """What the terminal does not show: lines, progress bars and warnings of libraries. With `--debug` it shows them all.
 
-Errors that libraries log stay, and so do warnings of Unmask and of the user's own code.
+Errors that libraries log stay, and so does what Unmask and the user's own code warn of and log.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ VARIABLES = {
     "KINETO_LOG_LEVEL": "6",  # the profiler says when it starts and stops
 }
 OURS = ("unmask", "uvicorn")
-"""The loggers that are heard below an error. uvicorn's are the log of `unmask serve`."""
+"""Loggers of code in `LIBRARIES` that are heard below an error. uvicorn's are the log of `unmask serve`."""
 LIBRARIES = (*map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), str(Path(__file__).parents[1]), "<frozen")
-"""Where warnings come from that tell the user nothing: libraries, and our own calls of them."""
+"""Where code stands whose warnings tell the user nothing: libraries, and our own calls of them."""
 
 
 def debugging(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
@@ -54,7 +54,8 @@ class _Logger(logging.Logger):
     a checkpoint of tied weights lacks."""
 
     def handle(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.ERROR or record.name.partition(".")[0] in OURS:
+        library = record.pathname.startswith(LIBRARIES) and record.name.partition(".")[0] not in OURS
+        if record.levelno >= logging.ERROR or not library:
             super().handle(record)
 
 

@@ -26,7 +26,7 @@ from unmask.data.encoding import encode_prompt
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError, did_you_mean
 from unmask.generation.output import Generation
 from unmask.generation.requests import Request, check_settings, make_requests
-from unmask.models.chat_template import render_template
+from unmask.models.chat_template import SIMPLE, render_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import shown
 
@@ -84,7 +84,7 @@ class Chat:
         self.system_message: str | None = None
         self.file: Path | None = None  # in which the conversation was saved
         if not raw and not lm.tokenizer.chat_template:
-            remedy = "Complete plain text with --raw, or use a model that was trained on conversations (data.chat_template gives it one)"
+            remedy = f"Complete plain text with --raw, or use a model that was trained on conversations ({SIMPLE} gives it one)"
             raise ModelError("has no chat template", where=name, remedy=remedy)
         check_settings(lm, config)
         if system:

@@ -308,7 +308,7 @@ def _of_harness(
     options: dict[str, Any] = {"limit": evaluation.rows, "num_fewshot": evaluation.shots or None}
     if evaluation.protocol is None or "style" in evaluation.model_fields_set:  # else as its authors did
         options["apply_chat_template"] = evaluation.style == "chat"
-    found: list[TaskScores] = harness.evaluate_with_harness(
+    return harness.evaluate_with_harness(
         lm,
         evaluation.harness_tasks,
         include_path=evaluation.include_path,
@@ -321,7 +321,6 @@ def _of_harness(
         progress=phase,
         **options,
     )
-    return found
 
 
 def rerun(path: Path, harness: Harness | None = None) -> tuple[EvaluationResult, EvaluationResult]:

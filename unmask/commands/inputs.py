@@ -18,6 +18,7 @@ from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load, pattern_settings
 from unmask.models.model_files import NO_CODE, read_config, read_tokenizer
+from unmask.records import kind_of
 from unmask.tasks import Row, Task, get_task
 from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
@@ -61,7 +62,8 @@ def read_data(config: RunConfig, entry: Verb, task: Task | None, args: TrainingC
     if task is not None:
         count = data.max_rows or (None if data.train else GENERATED_ROWS)
         problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
-        held_out = unseen_problems(task, data) if args.eval_strategy != "no" else []
+        unseen = unseen_problems(task, data)  # a missing file is found before the model is loaded
+        held_out = unseen if args.eval_strategy != "no" else []
         return entry.task_rows(task, problems, data), entry.task_rows(task, held_out, data) if held_out else None
     if args.answers_prompts and data.text_column != DataConfig().text_column:
         remedy = "Leave it out, and name the columns as in docs/data.md"
@@ -80,7 +82,12 @@ def read_source(
 ) -> Any:
     """The rows of `data.train` or `data.eval`: a dataset, a mixture, or a stream of either. The rows of `pairs` are unchanged."""
     if pairs is not None and isinstance(source, str):
-        return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=pairs.bad_rows == "skip")
+        try:
+            return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=pairs.bad_rows == "skip")
+        except DataError as error:
+            if kind_of(source) != ".jsonl":  # read as a whole or not at all
+                raise
+            raise error.skippable() from error
     kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
     return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
 

@@ -8,8 +8,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,18 @@ from unmask.commands.compatibility import check_together
 from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
-from unmask.commands.run_folder import TRAINED_MODEL, RunFolder
+from unmask.commands.run_folder import RunFolder
 from unmask.commands.settings.listing import SET_BY_RUN
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
 from unmask.data.report import data_reports
 from unmask.evaluation.provenance import EVALUATION, write_result_of_run
-from unmask.evaluation.tasks import TaskResult, check_evaluation, evaluate_task
+from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.models.model_files import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
@@ -153,19 +153,20 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
                 save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
         if args.should_save and task and held_out:
             with progress.phase("evaluate") as phase:
-                evaluate_held_out(trainer.lm, config, args, partial(evaluate_task, task=task, rows=held_out, progress=phase))
+                lm = whole_model(trainer.lm, config, args)
+                result = evaluate_task(lm, task, held_out, config.sampler, progress=phase)
+                write_result_of_run(output, lm, output / TRAINED_MODEL, result)
         if config.retention is None:
             folder.finish()
     return folder
 
 
-def evaluate_held_out(lm: DiffusionLM, config: RunConfig, args: TrainingConfig, measure: Callable[..., TaskResult]) -> None:
-    """Evaluate the trained model on held-out problems, and write the result."""
-    output = Path(config.output_dir)
-    if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
-        kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
-        lm = load(output / TRAINED_MODEL, device=str(args.device), **kept)
-    write_result_of_run(output, lm, output / TRAINED_MODEL, measure(lm, sampler=config.sampler))
+def whole_model(lm: DiffusionLM, config: RunConfig, args: TrainingConfig) -> DiffusionLM:
+    """The trained model for one process. If its weights are sharded, a forward pass would need every process: it is loaded again."""
+    if not weight_sharding_setting(args):
+        return lm
+    kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
+    return load(Path(config.output_dir) / TRAINED_MODEL, device=str(args.device), **kept)
 
 
 def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:

@@ -17,6 +17,7 @@ from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
+from unmask.models.model_files import TRAINED_MODEL
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
@@ -24,7 +25,7 @@ from unmask.training.durable.checkpoint_files import UNFINISHED
 from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.resume.record import RunRecord
 
-MANIFEST, CONFIG, TRAINED_MODEL = "manifest.json", "config.yaml", "model"
+MANIFEST, CONFIG = "manifest.json", "config.yaml"
 OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""
 ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog
-from unmask.commands.run_folder import TRAINED_MODEL
 from unmask.config.run import RunConfig
 from unmask.console import format_duration, format_number
 from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.result_file import read_result
+from unmask.models.model_files import TRAINED_MODEL
 from unmask.redaction import masked_argument, shell_line
 from unmask.training.run_log import LOG_NAME, last_loss
 

@@ -57,7 +57,7 @@ def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
 
 def refuse_chat(data: DataConfig) -> None:
     if data.style == "chat":
-        raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Leave it at plain")
+        raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Use data.style=plain")
 
 
 def judge_sampler(config: RunConfig, task: Task | None) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class ModelConfig(Config):
     """Which model, and how to read it: the arguments of `unmask.load`."""
 
     path: Annotated[str, NEUTRAL]
-    """A folder, or the name of a model on the Hugging Face hub."""
+    """A folder, of a model or of a training run, or the name of a model on the Hugging Face hub."""
     attention: AttentionName | None = None
     """The attention pattern; unset: as saved, and causal for a stock model."""
     block_size: int | None = Field(default=None, ge=1)

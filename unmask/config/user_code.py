@@ -87,7 +87,7 @@ def load_named(target: str, fits: Callable[[Any], bool], wanted: str) -> Any:
     module = load_module(source, target)
     try:
         found = getattr(module, name)
-    except Exception as error:  # a module may compute its names
+    except Exception as error:  # user code, which may compute its names
         raise ConfigError("there is no such name", where=target, remedy=_name_like(name, module, fits)) from error
     if not fits(found):
         kind = "a class" if isinstance(found, type) else f"of type {type(found).__name__}"

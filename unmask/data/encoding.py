@@ -229,11 +229,11 @@ def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence
         before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:stop])
         if through != ids[: len(through)] or before != ids[: len(before)]:
             what = "a special token in the text hides where an answer begins"
-            remedy = "Write it differently, or learn only the last turn (learn: last)."
+            remedy = "Write it differently, or learn only the last turn with training.learn=last."
             raise DataError(what, where="messages", remedy=remedy, reason="special token in the text")
         return range(len(before), len(through))
     if not tokenizer.is_fast:
-        what, remedy = "a slow tokenizer has no offsets to locate earlier answers", "Use a fast one, or learn only the last (learn: last)."
+        what, remedy = "a slow tokenizer has no offsets to locate earlier answers", "Use a fast one, or set training.learn=last."
         raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
     spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     # Offsets may exclude white space, so that a token of only white space has an empty span.
@@ -301,7 +301,7 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
     """Raise a DataError if messages are rendered differently when others follow: sampling would see other prompts than training."""
     if not whole.startswith(start):
         what = "the chat template renders the prompt differently if a completion follows"
-        remedy = "Use a template that only appends, or give both as strings."
+        remedy = "Use a template that only appends, as data.chat_template=simple, or give both as strings."
         raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered differently when more turns follow")
 
 
@@ -309,7 +309,10 @@ def _require_end(text: str, message: Message) -> None:
     """Raise a DataError if the template writes no end after an answer that others follow: its end could not be learnt."""
     if text.strip() == str(message.get("content") or "").strip():
         what = "the chat template does not end a turn of the assistant that others follow, so that its end cannot be learnt"
-        raise DataError(what, remedy="Learn only the last turn (learn: last), or use a template that ends turns.")
+        raise DataError(
+            what,
+            remedy="Learn only the last turn with training.learn=last, or use a template that ends turns, as data.chat_template=simple.",
+        )
 
 
 def _all_ends(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Ends:

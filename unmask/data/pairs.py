@@ -41,7 +41,7 @@ class RowLimits:
         longest = max(map(len, completions))
         if self.canvas_length is not None and longest > self.canvas_length:
             what = f"{longest} completion tokens, but canvas_length is {self.canvas_length}"
-            raise DataError(what, remedy="Raise canvas_length", reason="longer than the canvas")
+            raise DataError(what, remedy=f"Raise canvas_length: training.canvas_length={longest}", reason="longer than the canvas")
         length = len(prompt) + (self.canvas_length or longest)
         excess, bos = length - self.max_length, int([*prompt[:1]] == [tokenizer.bos_token_id])
         if excess <= 0:
@@ -51,7 +51,8 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
-        remedy = "Raise max_length as far as the model's context goes, or drop the row"
+        cut = " cut the prompt with training.truncate_prompt=true," if excess + bos < len(prompt) else ""
+        remedy = f"Raise max_length as far as the model's context goes (training.max_length={length}),{cut} or drop the row"
         raise DataError(f"{length} tokens, but a row holds {self.max_length}", remedy=remedy, reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:

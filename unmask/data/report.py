@@ -40,10 +40,14 @@ def data_reports(trainer: Any) -> dict[str, DataReport]:
 
 
 class DataReport:
-    """Counts the rows of a dataset (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
-    counted. `max_unknown`: the fraction of the tokens that may be unknown to the tokenizer."""
+    """Counts the rows of a dataset (`where` in errors) while they are tokenised.
 
-    def __init__(self, where: str, *, skip: bool = False, max_unknown: float = 1.0):
+    Args:
+        skip: whether bad rows are only counted, or else raise their errors; None: they raise them, and no setting changes it.
+        max_unknown: the fraction of the tokens that may be unknown to the tokenizer.
+    """
+
+    def __init__(self, where: str, *, skip: bool | None = None, max_unknown: float = 1.0):
         self.where, self.skip, self.unknown = where, skip, UnknownTokens(max_unknown)
         self.read = 0  # number of rows read
         self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
@@ -61,7 +65,9 @@ class DataReport:
                 yield
             self.numbers.append(index)
         except DataError as error:
-            if not self.skip or error.reason is None:
+            if self.skip is False:
+                raise error.skippable() from error
+            if self.skip is None or error.reason is None:
                 raise
             self.dropped.setdefault(error.reason, []).append(index)
 
@@ -83,7 +89,7 @@ class DataReport:
         """The rows with this report. Raises DataError if there are no rows, or too many unknown tokens."""
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
-            remedy = "Fix the data; with bad_rows: error each error is shown"
+            remedy = "Fix the data: training.bad_rows=error ends at the first such row and says what is wrong"
             raise DataError(f"no row is left ({reasons})", where=self.where, remedy=remedy)
         self.unknown.check(self.where)
         reported = Rows(rows)

@@ -46,7 +46,8 @@ class Column:
             where = f"{self.where}, row {index}"
             if self.setting and self.name not in row:
                 what = f"no column {self.name!r} (present: {', '.join(map(repr, row)) or 'none'})"
-                remedy = f"Name an existing column: {self.setting}"
+                texts = [name for name, value in row.items() if isinstance(value, str)]
+                remedy = f"Name an existing column with text: {self.setting}={texts[0] if texts else 'NAME'}"
                 raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
             require_values(row, (self.name,), where)
             yield row[self.name]
@@ -141,7 +142,7 @@ def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be infinite."""
     if tokenizer.mask_token_id in ids:
         what = f"the text holds the mask token {tokenizer.mask_token!r}"
-        raise DataError(what, remedy="Remove it, or write it differently", reason="mask token in the text")
+        raise DataError(what, remedy="Remove it, or read it as text with model.parse_special_tokens=false", reason="mask token in the text")
 
 
 def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:

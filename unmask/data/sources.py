@@ -53,6 +53,8 @@ def load_rows(
     path, kind = Path(source), kind_of(source)
     if path.is_dir():
         dataset = _from_directory(source, split, streaming)
+    elif kind in SUFFIXES and not path.exists():
+        raise _missing(source)
     elif kind == ".parquet":
         dataset = _from_parquet(source, streaming)
     elif kind in SUFFIXES or path.exists():
@@ -60,7 +62,7 @@ def load_rows(
     elif match := HUB_ID.fullmatch(source):
         dataset = _load_dataset(match["name"], match["config"], split, streaming)
     else:
-        raise DataError("no such file or directory", where=source, remedy="Check the path.")
+        raise _missing(source)
     if not streaming and not len(dataset):
         raise _empty(source)
     return dataset if max_rows is None else dataset.take(max_rows)
@@ -194,8 +196,6 @@ def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
-    if not Path(source).is_file():
-        raise DataError("no such file", where=source, remedy="Check the path.")
     try:
         if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
             raise _empty(source)
@@ -255,6 +255,10 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
         tried = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a local file nor a dataset that"
         what = f"{tried} `datasets` could read: {error.__cause__ or error}"
         raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
+
+
+def _missing(source: str) -> DataError:
+    return DataError("no such file", where=source, remedy="Check the path.")
 
 
 def _empty(source: str) -> DataError:

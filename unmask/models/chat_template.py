@@ -24,6 +24,10 @@ TEMPLATES = {
 """Chat templates by name, for tokenizers without one. They need no special tokens: roles are plain words."""
 
 
+SIMPLE = "data.chat_template=simple"
+"""The setting that gives any tokenizer a template."""
+
+
 def read_template(name_or_path: str) -> str:
     """A chat template: one of `TEMPLATES` by its name, or the content of a Jinja file. Raises ConfigError if it is neither."""
     if name_or_path in TEMPLATES:
@@ -32,7 +36,7 @@ def read_template(name_or_path: str) -> str:
         return Path(name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         what = f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})"
-        raise ConfigError(what, where="data.chat_template", remedy=f"Give {', '.join(TEMPLATES)}, or the path of a Jinja file") from error
+        raise ConfigError(what, where="data.chat_template", remedy=f"Use {SIMPLE}, or the path of a Jinja file") from error
 
 
 def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
@@ -42,15 +46,15 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
         DataError: there is no template, it is malformed, it exceeds the limits of `limited_templates.py`, or it refuses the messages.
     """
     if not tokenizer.chat_template:
-        remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template` (data.chat_template), or give prompts as strings."
+        remedy = f"Train with {SIMPLE}, which gives it one, use an instruction-tuned model, or give prompts as strings."
         raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
     except (LimitError, RecursionError) as error:
-        remedy = "Use another model's tokenizer, or set `data.chat_template`"
+        remedy = f"Use another template, as {SIMPLE}"
         raise DataError(f"the chat template is stopped: {error}", where=tokenizer.name_or_path or None, remedy=remedy) from error
     except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is malformed: {error}", remedy="Fix the template.") from error
+        raise DataError(f"the chat template is malformed: {error}", remedy=f"Fix it, or use another one, as {SIMPLE}") from error
     except Exception as error:  # user code: templates raise anything
         what = f"the chat template refuses {messages!r:.80}: {error}"
         raise DataError(what, remedy="Fix the messages.", reason="refused by the chat template") from error

@@ -28,7 +28,7 @@ from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
-from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_files import model_folder, read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -65,7 +65,7 @@ def load(
     """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
 
     Args:
-        path_or_id: a local folder or a hub id.
+        path_or_id: a local folder, of a model or of a training run, or a hub id.
         attention: the pattern; None: as saved or released, and causal for a stock model.
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False otherwise.
@@ -89,7 +89,7 @@ def load(
             device, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
-    where = str(path_or_id)
+    where = model_folder(path_or_id)
     hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, hub_options)
     tokenizer = read_tokenizer(where, hub_options, config, family, parse_special_tokens=parse_special_tokens)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
 from unmask.errors import ModelError, UnmaskError, first_line
@@ -21,6 +21,8 @@ from unmask.models.released_families import family_of
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+TRAINED_MODEL = "model"
+"""The folder of the trained model in the output folder of a run."""
 TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_COUNT = 10_000
@@ -41,8 +43,16 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
         raise ModelError(f"{what} ({reason})", where=where, remedy=remedy) from error
 
 
+def model_folder(path_or_id: str | pathlib.Path) -> str:
+    """Where a model is: for the folder of a training run, which has no config.json itself, the trained model in it."""
+    where, trained = str(path_or_id), pathlib.Path(path_or_id, TRAINED_MODEL)
+    of_run = (trained / CONFIG_NAME).is_file() and not pathlib.Path(path_or_id, CONFIG_NAME).exists()
+    return str(trained) if of_run else where
+
+
 def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedConfig, Family | None]:
     """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
+    where = model_folder(where)
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
@@ -73,6 +83,7 @@ def read_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it returned. `parse_special_tokens`:
     whether special tokens that texts spell are tokens."""
+    where = model_folder(where)
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     with reading("no usable tokenizer", where, remedy):
         refuse_irregular(pathlib.Path(where))

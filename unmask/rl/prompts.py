@@ -76,9 +76,12 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
             unknown.count(lm.tokenizer, ids, prompt)
         tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
-            bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
+            in_context = limit == lm.context_length
+            bound, more = ("the model's context", "") if in_context else ("max_length", f", raise it (training.max_length={tokens})")
+            lower = f" to {limit - len(ids)}" if limit > len(ids) else ""
             what = f"{tokens} tokens with the completion, but {bound} is {limit}"
-            raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
+            remedy = f"Lower training.max_completion_length{lower}{more} or drop the row"
+            raise DataError(what, where=f"{where}, row {index}", remedy=remedy)
     unknown.check(where)
     return PromptRows(dataset, args.num_generations)
 

@@ -63,7 +63,7 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
 
 def text_column(dataset: Iterable[Mapping[str, Any]], args: TextConfig, where: str) -> Column:
     """The texts of a dataset, called `where` in errors."""
-    return Column(dataset, args.text_column, where, "text_column (on the command line data.text_column)")
+    return Column(dataset, args.text_column, where, "data.text_column")
 
 
 def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from unmask.evaluation.report.build import make_report
-from unmask.evaluation.report.content import Denoising, Report, Section
+from unmask.evaluation.report.content import Commands, Denoising, Notes, Report, Section
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, Item, Metric, TaskScores, Trace
@@ -111,6 +111,13 @@ def example() -> Report:
     results = [result(names[0], 0, 0.4), result(names[1], 1, 0.55)]
     results += [result(names[2], 2, 0.9, steps) for steps in (2, 4, 9)] + [result(names[2], 2, 0.9), result(names[3], 3, 0.97, 4)]
     grid = Section(title="One grid, step by step", blocks=[sudoku()])
+    commands = Commands(lines=[("unmask sft --model runs/convert-full/model --data stories.jsonl --output runs/sft", "train it on")])
+    following = Section(title="What to type next", blocks=[commands, Notes(lines=["There are more commands."])])
     return make_report(
-        title="Stories", subtitle="Two conversions, and what rewards add.", entries=names, runs=runs, results=results, more=[grid]
+        title="Stories",
+        subtitle="Two conversions, and what rewards add.",
+        entries=names,
+        runs=runs,
+        results=results,
+        more=[grid, following],
     )

@@ -81,6 +81,21 @@ def test_differences_are_paired():
     assert not [block for block in scores.tables([before]).blocks if "difference" in block.caption]
 
 
+def test_the_stages_of_a_pipeline_in_words():
+    stages = [result("a", 0, 0.4), result("b", 1, 0.9), result("c", 2, 0.9)]
+    entries = scores.entries_by_task(stages)["stories"]
+    before, after = (entry.scores.metrics["solved"] for entry in entries[:2])
+    first, better, same = scores.in_words(entries)
+    assert first == f"{before.mean:.1%} of the problems solved, 95% interval [{100 * before.low:.1f}, {100 * before.high:.1f}]"
+    table = next(block for block in scores.tables(stages[:2]).blocks if "difference" in block.caption)
+    _, change, interval, _ = texts(table)[0]
+    solved = f"{before.mean:.1%} → {after.mean:.1%} of the problems solved"
+    assert better == f"{solved}, {change} points; 95% interval of the change {interval}"
+    assert same == f"still {after.mean:.1%} of the problems solved"
+    _, unclear = scores.in_words(scores.entries_by_task([result("a", 0, 0.5), result("b", 1, 0.52)])["stories"])
+    assert "points, which may be chance;" in unclear
+
+
 def test_a_lower_perplexity_is_better():
     old, new = result("a", 0, 0.4), result("b", 1, 0.9)
     entries = scores.entries_by_task([old, new])["stories"]

@@ -14,6 +14,7 @@ from unmask.evaluation.report.content import (
     Cell,
     Chart,
     Charts,
+    Commands,
     Denoising,
     HeatMap,
     Notes,
@@ -144,6 +145,11 @@ def test_the_page_makes_no_network_requests(render):
     assert policy.startswith("default-src 'none';") and "http" not in policy
 
 
+def test_commands_are_lines_to_copy_each_after_what_it_does(render):
+    _, page = render(section(Commands(lines=[("unmask sft --model 'a b'", "train it"), ("unmask serve m", "serve it")])))
+    assert page.texts["pre"] == "# train it\nunmask sft --model 'a b'\n\n# serve it\nunmask serve m\n"
+
+
 def hostile(text: str) -> Report:
     """The text wherever a report takes one."""
     cell = Cell(text=text, detail=text, color=0)
@@ -160,6 +166,7 @@ def hostile(text: str) -> Report:
         Problem(title=text, prompt=text, answers=[Answer(name=text, color=0, tokens=[text], steps=[0], facts=[text])]),
         Denoising(prompt=text, frames=[[""], [text]], revealed=[{}, {0: 0.5}], columns=1),
         Notes(lines=[text]),
+        Commands(lines=[(text, text)]),
         Record(title=text, values={text: text}),
     ]
     return Report(title=text, subtitle=text, entries=[text, text], sections=[Section(title=text, intro=text, blocks=blocks)] * 3)

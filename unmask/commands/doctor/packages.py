@@ -21,6 +21,7 @@ PURPOSES = {
     "constraints": "text held to a pattern, a schema or a grammar",
     "deepspeed": "ZeRO",
     "dev": "the tests and checks of Unmask itself",
+    "docs": "this documentation as a site",
     "peers": "the tests that compare with TRL",
 }
 """What each extra is for."""

@@ -17,7 +17,8 @@ VARIABLE = re.compile(
     re.IGNORECASE,
 )
 """The names of variables that change what Unmask does."""
-OWN = "HF_HUB_DISABLE_PROGRESS_BARS"  # the command line sets it
+OWN = {"HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TORCH_CPP_LOG_LEVEL"}
+"""Those that the command line sets itself (`unmask/cli/quiet.py`)."""
 NETWORK_SECONDS = 5.0
 """For each part of a request: to connect, to send, to read."""
 
@@ -32,7 +33,7 @@ def sandbox() -> Iterator[Finding]:
 
 def variables() -> Iterator[Finding]:
     """The names alone: values may be secrets."""
-    names = sorted(name for name in os.environ if VARIABLE.fullmatch(name) and name != OWN)
+    names = sorted(name for name in os.environ if VARIABLE.fullmatch(name) and name not in OWN)
     yield Finding("variables set", ", ".join(names) or "none", "only their names are read" if names else "")
     if "OMP_NUM_THREADS" not in names:
         yield Finding("OMP_NUM_THREADS", "not set", "torch uses all cores: set it if several programs share this machine")

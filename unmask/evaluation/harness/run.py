@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jinja2
 import lm_eval
+import lm_eval.evaluator
 import yaml
 from lm_eval.tasks import TaskManager
 
@@ -126,7 +128,8 @@ def evaluate_with_harness(
         given |= _prompts_of(model, loaded["tasks"], options)
     if strict:
         _refuse_unread(loaded["tasks"], model, samples, estimator, sampler, given)
-    with _naming_templates(tasks):
+    # Where the current folder is in no repository, git would write an error to the terminal. The commit is not read here.
+    with _naming_templates(tasks), mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None):
         found = lm_eval.simple_evaluate(model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0, log_samples=True, **given)
     if found is None:
         return []

@@ -147,6 +147,14 @@ class Notes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Commands:
+    """Command lines to copy, each with what it does."""
+
+    kind: ClassVar = "commands"
+    lines: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """Settings, folded away."""
 
@@ -155,7 +163,7 @@ class Record:
     values: Mapping[str, Any]
 
 
-Block = Table | Charts | HeatMap | Problem | Denoising | Notes | Record
+Block = Table | Charts | HeatMap | Problem | Denoising | Notes | Commands | Record
 
 
 @dataclass(frozen=True, kw_only=True)

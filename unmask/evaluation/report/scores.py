@@ -206,6 +206,28 @@ def _signed(figures: Figures, value: float) -> str:
     return minus(f"{100 * value:+.1f}" if figures.fraction else f"{value:+,.{figures.decimals}f}")
 
 
+def in_words(entries: Sequence[Entry]) -> list[str]:
+    """For the stages of a pipeline, evaluated on the same problems: how many each solved, and the change from the stage before."""
+    figures = Figures("solved", [entry.scores.metrics["solved"] for entry in entries])
+    first = entries[0].scores.metrics["solved"]
+    phrases = [f"{figures.text(first.mean)} of the problems solved, 95% interval {figures.interval(first).detail}"]
+    for before, after in pairwise(entries):
+        pairs = shared_items(before.scores, after.scores, (before.name, after.name))
+        [found] = [each for each in differences_of("", after.name, before.scores, pairs) if each.metric == "solved"]
+        phrases.append(_change_in_words(found, figures))
+    return phrases
+
+
+def _change_in_words(difference: Difference, figures: Figures) -> str:
+    change = difference.change
+    if change.low == change.high == 0:
+        return f"still {figures.text(difference.after)} of the problems solved"
+    low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
+    chance = "" if change.excludes(0.0) else ", which may be chance"
+    values = f"{figures.text(difference.before)} → {figures.text(difference.after)} of the problems solved"
+    return f"{values}, {mean} points{chance}; 95% interval of the change [{low}, {high}]"
+
+
 def speed(results: Sequence[Result]) -> Section:
     """Score against forward passes per answer, for each task that a model did with several samplers."""
     charts = [chart for task, entries in entries_by_task(results).items() if (chart := _speed_chart(task, entries)) is not None]

@@ -100,10 +100,12 @@ def code_fingerprint(of: object) -> dict[str, str] | None:
 @functools.cache
 def _of_class(cls: type) -> dict[str, str] | None:
     """Read once, as the code is: the file may be edited while it runs."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if cls.__module__.partition(".")[0] == "unmask":
         return None
-    return source_fingerprint(cls) if file is None or cls.__module__ == "__main__" else content_hash(Path(file).read_text(encoding="utf-8"))
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if file is None or cls.__module__ == "__main__":
+        return source_fingerprint(cls)
+    return {"sha256": hashlib.sha256(Path(file).read_bytes()).hexdigest()}
 
 
 def _json(value: Any) -> bytes:
