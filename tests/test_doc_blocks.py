@@ -63,7 +63,6 @@ ROWS = {
     "corpus.jsonl": {"text": "Once upon a time, there was a cat."},
     "pairs.jsonl": {"prompt": "What? ", "completion": "This."},
     "data/pairs.jsonl": {"prompt": "What? ", "completion": "This."},
-    "docs/samples/pairs.jsonl": {"messages": [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "This."}]},
     "preferences.jsonl": {"prompt": "What? ", "chosen": "This.", "rejected": "That."},
     "prompts.jsonl": {"prompt": "What? "},
     "capitals.jsonl": {"country": "France", "capital": "Paris"},
@@ -137,7 +136,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("runs/demo/convert", "runs/demo/grpo", "runs/convert/model", "runs/sft/model", "runs/dpo/model"):
         shutil.copytree(converted, folder / name)
     for name, row in ROWS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     shutil.copytree(REPOSITORY / "docs" / "samples", folder / "docs" / "samples")
     for name in ("stories.txt", "FILE"):
