@@ -254,7 +254,9 @@ def run_demo(
     settings = settings or DemoSettings()
     demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
     demo.write_data(output / "data")
-    phases = [phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", settings.test_rows / 114))]
+    phases = [
+        phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7 * settings.test_rows / 800))
+    ]
     with Progress(phases) as progress:
         for name, stage in STAGES.items():
             demo.run(name, stage.description, progress, getattr(demo, name))
@@ -274,12 +276,7 @@ def results_of(demo: Demo) -> list[Result]:
 def report_of(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     """The report of a finished demonstration."""
     settings, results = demo.settings, results_of(demo)
-    notes = Notes(
-        lines=[
-            f"Answers with a mistake: {settings.text_mistakes:.1%} in the text, {settings.mistakes:.1%} in SFT.",
-            f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
-        ]
-    )
+    notes = Notes(lines=[f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB."])
     report = make_report(
         title=f"Unmask: the whole pipeline on {demo.task.name}",
         subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data. {settings.remark}".strip(),
@@ -317,33 +314,17 @@ def what_next(demo: Demo) -> Section:
 
 def next_commands(demo: Demo) -> list[tuple[str, str]]:
     """Commands that can be given now, each with what it does: on the demo's models and data, into folders beside it."""
-    made, data, beside = demo.output, demo.output / "data", demo.output.parent
+    made, beside, prompt = (shell_line([str(word)]) for word in (demo.output, demo.output.parent, demo.test[0]["prompt"]))
     length, short = demo.task.max_completion, "training.max_steps=50"
-    convert, sft, dpo, grpo = (beside / f"my-{name}" for name in ("convert", "sft", "dpo", "grpo"))
-    commands = [
-        (["generate", made / "grpo", "--prompt", demo.test[0]["prompt"], "--max-new-tokens", length], "let the demo's last model answer"),
-        (
-            ["convert", "--model", made / "pretrain", "--data", data / "text.jsonl", "--output", convert, short],
-            "turn a causal model into a diffusion model",
-        ),
-        (["sft", "--model", convert / "model", "--data", data / "pairs.jsonl", "--output", sft, short], "train it on answers to prompts"),
-        (["dpo", "--model", sft / "model", "--data", data / "preferences.jsonl", "--output", dpo, short], "train it on preferences"),
-        (
-            [
-                "grpo",
-                "--model",
-                dpo / "model",
-                "--task",
-                demo.task.name,
-                "--output",
-                grpo,
-                f"training.max_completion_length={length}",
-                "training.max_steps=5",
-            ],
-            "train it on rewards of a task",
-        ),
-    ]
-    return [(shell_line(["unmask", *map(str, words)]), what) for words, what in commands]
+    few = f"training.max_completion_length={length} training.max_steps=5"
+    commands = {
+        f"generate {made}/grpo --prompt {prompt} --max-new-tokens {length}": "let the demo's last model answer",
+        f"convert --model {made}/pretrain --data {made}/data/text.jsonl --output {beside}/my-convert {short}": "causal to diffusion",
+        f"sft --model {beside}/my-convert/model --data {made}/data/pairs.jsonl --output {beside}/my-sft {short}": "answers to prompts",
+        f"dpo --model {beside}/my-sft/model --data {made}/data/preferences.jsonl --output {beside}/my-dpo {short}": "preferences",
+        f"grpo --model {beside}/my-dpo/model --task {demo.task.name} --output {beside}/my-grpo {few}": "rewards of a task",
+    }
+    return [(f"unmask {words}", what) for words, what in commands.items()]
 
 
 def summary(demo: Demo) -> list[str]:
