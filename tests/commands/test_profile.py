@@ -83,7 +83,7 @@ def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(mode
     ("arguments", "message"),
     [
         (["generate"], "generate is not a training verb"),
-        (["sft", "--no-such-option"], "No such option"),
+        (["sft", "--no-such-option"], "is no setting or option"),
         (["sft", "--resume"], "a profile makes a short run of its own"),
         (["sft", "--steps", "0"], "Invalid value for '--steps'"),
         (["sft", "training.learning_rat=1"], "learning_rate"),

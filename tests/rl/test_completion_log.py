@@ -58,6 +58,7 @@ def test_a_small_rollout_is_written_whole(tmp_path):
 
 def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("unmask.console.MAX_WIDTH", 200)  # so that no text is folded
     CompletionLog(tmp_path, every=1).write(7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2})
     shown = capsys.readouterr().out
     assert "completions of step 7" in shown and '[{"role": "user", "content": "é?"}]' in shown
