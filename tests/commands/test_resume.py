@@ -94,7 +94,7 @@ def test_edited_data_are_refused_and_moved_data_are_not(model, tmp_path):
 def test_a_stream_may_be_renamed_but_not_edited(model, tmp_path):
     rows = [{"text": "1+2=3 " * 9}, {"text": "3400=34 " * 9}] * 9
     (tmp_path / "rows.jsonl").write_text(lines(*rows))
-    settings = [*QUICK, *FOUR, "data.streaming=true", "training.max_length=16"]
+    settings = [*QUICK, *FOUR, "data.streaming=true", "training.max_length=16", "training.max_unknown=1"]
     run = ["pretrain", "--model", model, *settings, "--output", tmp_path / "out", "--data"]
     assert unmask(*run, tmp_path / "rows.jsonl").exit_code == 0
     straight = weights(load(tmp_path / "out/model"))

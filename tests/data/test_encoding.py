@@ -378,7 +378,9 @@ def test_a_template_by_name_or_from_a_file(tmp_path):
     assert read_template(str(path)) == CHATML
     assert read_template("simple") == TEMPLATES["simple"]
     for wrong in ("simpel", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the path"):
+        with pytest.raises(
+            ConfigError, match=r"data\.chat_template: .*neither a template of Unmask.*Use data\.chat_template=simple, or the path"
+        ):
             read_template(wrong)
     with pytest.raises(DataError, match="the chat template is malformed") as caught:
         encode_prompt(_tokenizer("{% for m in messages %}"), [_turn("user", "a")])

@@ -196,6 +196,8 @@ def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
+    if not Path(source).is_file():
+        raise _missing(source)
     try:
         if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
             raise _empty(source)

@@ -55,9 +55,9 @@ class UnknownTokens:
         """Raise DataError if more tokens of the dataset `where` are unknown than `limit` allows."""
         if self.fraction <= self.limit:
             return
-        more = ", ..." if len(self.found) > EXAMPLES else ""
-        lacks = f" It lacks {', '.join(map(repr, self.examples))}{more}" if self.found else ""
-        what = f"{self.fraction:.1%} of the tokens are unknown to the tokenizer.{lacks}"
+        others = " and others" if len(self.found) > EXAMPLES else ""
+        lacks = f". It lacks {', '.join(map(repr, self.examples))}{others}" if self.found else ""
+        what = f"{self.fraction:.1%} of the tokens are unknown to the tokenizer{lacks}"
         enough = math.ceil(self.fraction * 100) / 100
         remedy = (
             "Use a model whose tokenizer knows the text, make a tokenizer for a new one (unmask pretrain model.from_scratch=true "
