@@ -93,16 +93,16 @@ class DemoSettings:
 
 QUICK = DemoSettings(
     rows=1000,
-    test_rows=100,
+    test_rows=60,
     hidden=64,
     layers=2,
     batch=64,
-    pretrain=60,
-    convert=60,
-    sft=30,
-    dpo=4,
-    grpo=4,
-    seconds=(("pretrain", 4), ("convert", 7), ("sft", 4), ("dpo", 3), ("grpo", 4)),
+    pretrain=30,
+    convert=30,
+    sft=15,
+    dpo=3,
+    grpo=3,
+    seconds=(("pretrain", 3), ("convert", 5), ("sft", 2), ("dpo", 3), ("grpo", 4)),
     remark="This was the quick demo: its figures show that everything works, and are too small to teach.",
 )
 """Every stage in seconds."""

@@ -536,6 +536,7 @@ def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[dict[str, Any]] = []
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which --quick would set
     replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options), QUICK="quick")
     assert run("demo").exit_code == 0
     assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--quick", "--overwrite").exit_code == 0

@@ -313,6 +313,8 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
+    if quick:  # products of this size are no faster on several threads, and slower on a busy machine
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     from unmask.demo import QUICK, run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)
