@@ -89,6 +89,10 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(model, run / "model")
     (run / "config.yaml").write_text("model: {path: elsewhere}\n")
+    (tmp_path / "unfinished").mkdir()
+    shutil.copy(run / "config.yaml", tmp_path / "unfinished")
+    refused = unmask("generate", tmp_path / "unfinished", "--prompt", "1=")
+    assert_refused(refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume")
     assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
     assert Blueprint.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
     for verb in (["inspect", run, "--hardware", "cpu"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):

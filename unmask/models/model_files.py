@@ -21,8 +21,8 @@ from unmask.models.released_families import family_of
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-TRAINED_MODEL = "model"
-"""The folder of the trained model in the output folder of a run."""
+RUN_CONFIG, TRAINED_MODEL = "config.yaml", "model"
+"""The resolved config and the trained model in the output folder of a run."""
 TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_COUNT = 10_000
@@ -59,6 +59,9 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
     if (folder / ADAPTER_CONFIG_NAME).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
         remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
+    if (folder / RUN_CONFIG).is_file() and not (folder / CONFIG_NAME).exists():
+        remedy = "Finish it with --resume, or name another model"
+        raise ModelError("is the folder of a run that has not saved its model", where=where, remedy=remedy)
     with reading("cannot load a model config", where, "Give a model folder or a hub id"):
         refuse_irregular(folder)
         published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
