@@ -19,9 +19,12 @@ from unmask import __version__
 
 EXTRAS = "train,rewards,eval,serve,constraints"
 IMPORT_ALL = """
-import importlib, pkgutil, unmask
-names = [found.name for found in pkgutil.walk_packages(unmask.__path__, "unmask.") if not found.name.endswith("__main__")]
+import importlib, pathlib, unmask
+root = pathlib.Path(unmask.__file__).parent
+names = [".".join(["unmask", *path.relative_to(root).with_suffix("").parts]) for path in root.rglob("*.py") if "templates" not in path.parts]
 for name in names:
+    if name.endswith("__main__"):
+        continue
     importlib.import_module(name)
 print(len(names), unmask.__file__)
 """
@@ -84,7 +87,7 @@ def test_the_source_archive_holds_what_is_built_and_tested(built):
     assert found == kept
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("constraints", ["constraints.txt", "constraints-lowest.txt"])
 def test_the_wheel_works_in_a_clean_environment_far_from_the_checkout(constraints, built, tmp_path):
     python, elsewhere = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"
