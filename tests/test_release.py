@@ -21,7 +21,8 @@ EXTRAS = "train,rewards,eval,serve,constraints"
 IMPORT_ALL = """
 import importlib, pathlib, unmask
 root = pathlib.Path(unmask.__file__).parent
-names = [".".join(["unmask", *path.relative_to(root).with_suffix("").parts]) for path in root.rglob("*.py") if "templates" not in path.parts]
+paths = [path for path in root.rglob("*.py") if "templates" not in path.parts]
+names = [".".join(["unmask", *path.relative_to(root).with_suffix("").parts]) for path in paths]
 for name in names:
     if name.endswith("__main__"):
         continue
