@@ -47,6 +47,12 @@ def test_names_that_pages_give_with_a_file_are_in_it():
         assert all(re.search(rf"^\s*(def|class) {part}\b", source, re.M) for part in name.split(".")), f"{path} has no {name}"
 
 
+def test_the_page_on_recipes_names_each_of_them():
+    page = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    named = {name for row in re.findall(r"^\| (`.*?) \|", page, re.M) for name in re.findall(r"`([\w-]+)`", row)}
+    assert named == {path.stem for path in (REPOSITORY / "unmask/recipes").rglob("*.yaml") if path.parent.name != "modes"}
+
+
 def wordings() -> set[str]:
     """The texts in the source; `...` stands for a value in them."""
     nodes = [node for path in (REPOSITORY / "unmask").rglob("*.py") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
