@@ -107,8 +107,9 @@ def test_what_the_quick_demo_suggests_works(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     done = subprocess.run([sys.executable, "-m", "unmask", "demo", "--quick"], check=True, capture_output=True, text=True)
-    report, score, following = done.stdout.splitlines()[-3:]
-    assert report == "report: runs/demo/report.html" and QUICK.remark in score
+    report, *_, remark, following = done.stdout.splitlines()[-5:]
+    assert report == "report: runs/demo/report.html" and remark == f"note:   {QUICK.remark}"
+    assert max(map(len, done.stdout.splitlines())) <= 100
     page = (tmp_path / "runs/demo/report.html").read_text()
     assert QUICK.remark in page and following.removeprefix("next:   ") in page
     commands = re.findall(r"^unmask .*$", page, re.M)

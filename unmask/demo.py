@@ -244,7 +244,7 @@ class Demo:
 def run_demo(
     *, task: str = "sudoku", output: str | Path = "runs/demo", seed: int = 0, overwrite: bool = False, settings: DemoSettings | None = None
 ) -> Report:
-    """Run the demonstration and write `report.html`, models, figures and examples of data under `output`. Print a summary of three lines.
+    """Run the demonstration and write `report.html`, models, figures and examples of data under `output`. Print a short summary.
 
     Raises:
         TrainingError: the folder is not empty and `overwrite` is not given.
@@ -330,8 +330,14 @@ def next_commands(demo: Demo) -> list[tuple[str, str]]:
 def summary(demo: Demo) -> list[str]:
     """Where the report is, the score, and the next command."""
     first, *_, last = (result.content.tasks[0].metrics["solved"].shown("solved") for result in results_of(demo))
-    score = f"{last} of {len(demo.test)} held-out problems solved; {first} before the conversion. {demo.settings.remark}"
-    return [f"report: {demo.output / 'report.html'}", f"score:  {score.strip()}", f"next:   {next_commands(demo)[0][0]}"]
+    remark = [f"note:   {demo.settings.remark}"] if demo.settings.remark else []
+    return [
+        f"report: {demo.output / 'report.html'}",
+        f"score:  {last} of {len(demo.test)} held-out problems solved",
+        f"before: {first}, by the causal model that was converted",
+        *remark,
+        f"next:   {next_commands(demo)[0][0]}",
+    ]
 
 
 def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:

@@ -182,13 +182,15 @@ def test_complementary_views_learn_every_token_in_each_step(tmp_path):
     assert torch.equal(views.target_BMT.sum(1), rows["maskable"].long())
 
 
-def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
+def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path, capsys):
     trainer = stage_trainer(tmp_path, PAIRS, canvas_length=8)
     rows = trainer.data_collator(list(trainer.train_dataset))
     views = trainer.plan(rows, trainer.draw(rows))
     assert rows["maskable"].sum(1).tolist() == [8] * len(PAIRS)
     assert not (views.hidden_BMT[:, 0] & ~rows["maskable"]).any()
+    capsys.readouterr()
     converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=6)
+    assert capsys.readouterr().out.count("train_dataset: rows") == 1  # not once a stage
 
 
 @partly_slow(

@@ -27,8 +27,8 @@ class Rows(list[RowType]):
 
 
 def print_report(rows: Any, wanted: bool) -> Any:
-    """Prints the report of rows that have one, if it is wanted. Returns the rows."""
-    if wanted and isinstance(rows, Rows):
+    """Prints the report of rows that have one, once, if it is wanted. Returns the rows."""
+    if wanted and isinstance(rows, Rows) and not rows.report.shown:
         rows.report.show()
     return rows
 
@@ -55,6 +55,7 @@ class DataReport:
         self.truncated: Counter[str] = Counter()  # number of truncated rows, by part ("prompt" or "completion")
         self.lengths: dict[str, list[int]] = {}  # tokens before truncation of all rows that could be encoded, by part
         self.packed: int | None = None  # number of packed rows; None without packing
+        self.shown = False  # the stages of a conversion share their rows
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
@@ -109,6 +110,7 @@ class DataReport:
 
     def show(self) -> None:
         """Print two tables: row counts and lengths."""
+        self.shown = True
         counts = [("read", f"{self.read:,}"), ("kept", f"{self.kept:,}")]
         for reason, indices in self.dropped.items():
             more = ", ..." if len(indices) > NAMED else ""
