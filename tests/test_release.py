@@ -19,7 +19,8 @@ from unmask import __version__
 
 EXTRAS = "train,rewards,eval,serve,constraints"
 IMPORT_ALL = """
-import importlib, pathlib, unmask
+import importlib, pathlib, resource, unmask
+limits = {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
 root = pathlib.Path(unmask.__file__).parent
 paths = [path for path in root.rglob("*.py") if "templates" not in path.parts]
 names = [".".join(["unmask", *path.relative_to(root).with_suffix("").parts]) for path in paths]
@@ -27,6 +28,7 @@ for name in names:
     if name.endswith("__main__"):
         continue
     importlib.import_module(name)
+assert limits == {name: resource.getrlimit(getattr(resource, name)) for name in limits}
 print(len(names), unmask.__file__)
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from functools import cache
 
 from math_verify import LatexExtractionConfig, parse, verify
 
@@ -10,8 +11,12 @@ from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.work_left import as_final
 
 MEMORY = 4 << 30
-# At import, because the process runs this module alone.
-resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+
+
+@cache
+def limit_memory() -> None:
+    """Once in the process, which makes nothing but comparisons; not at import, which leaves the importing process as it is."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def compare(answer: str, reference: str, final: bool) -> Verdict:
@@ -19,6 +24,7 @@ def compare(answer: str, reference: str, final: bool) -> Verdict:
 
     With `final`, an answer that leaves more to be computed than the reference does is wrong.
     """
+    limit_memory()
     parsed = [
         parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
         for text in (answer, reference)
