@@ -111,10 +111,12 @@ for name, file in (("theirs", typer.__file__), ("unmask.rl", typer.__file__), ("
     logger = logging.getLogger(name)
     exec(compile(source, file, "exec"))
 """
-    lines = run(tmp_path, "-c", code, command=[sys.executable]).splitlines()
+    (tmp_path / "script.py").write_text(code)
+    lines = run(tmp_path, tmp_path / "script.py", command=[sys.executable]).splitlines()
     assert lines == [
         "warning: memory is short\\u001b[2J",
-        "<string>:7: UserWarning: mine",
+        f"{tmp_path / 'script.py'}:7: UserWarning: mine",
+        '  warnings.warn("mine")',
         "an error of theirs",
         "a warning of unmask.rl",
         "an error of unmask.rl",
