@@ -100,6 +100,10 @@ NAMES_ELSEWHERE = {
     "epochs": "num_train_epochs",
     "steps": "max_steps",
     "seq_len": "max_length",
+    "max_seq_length": "max_length",
+    "lr": "learning_rate",
+    "rank": "r",
+    "no_cuda": "use_cpu",
 }
 """Unmask's names of settings, by their names in other training loops (docs/switches.md)."""
 

@@ -10,6 +10,7 @@ import pytest
 from tests.commands.test_run import GRPO, assert_refused
 from tests.training.tiny_runs import QUICK, unmask
 from unmask.config.run import ModelConfig
+from unmask.errors import UnmaskWarning
 from unmask.models.load import initialise, load
 from unmask.models.model_files import read_tokenizer
 from unmask.planning.blueprint import Blueprint
@@ -90,7 +91,7 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     shutil.copytree(model, run / "model")
     (run / "config.yaml").write_text("model: {path: elsewhere}\n")
     (tmp_path / "unfinished").mkdir()
-    shutil.copy(run / "config.yaml", tmp_path / "unfinished")
+    (tmp_path / "unfinished/manifest.json").write_text("{}")
     refused = unmask("generate", tmp_path / "unfinished", "--prompt", "1=")
     assert_refused(refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume")
     assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
@@ -98,6 +99,12 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     for verb in (["inspect", run, "--hardware", "cpu"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):
         result = unmask(*verb)
         assert result.exit_code == 0, (result.output, result.exception)
+    (run / "manifest.json").write_text('{"state": "finished"}')
+    load(run)
+    (run / "manifest.json").write_text('{"state": "interrupted"}')
+    with pytest.warns(UnmaskWarning, match=r"the run has not finished \(interrupted\), so .*model may be the model of an earlier one"):
+        load(run)
+    (run / "manifest.json").unlink()
     trained = unmask("pretrain", "--model", run, "--task", "sudoku", "--output", tmp_path / "out", *QUICK)
     assert trained.exit_code == 0, (trained.output, trained.exception)
     assert unmask("evaluate", tmp_path / "out", "--task", "sudoku", "--rows", "2", "--max-new-tokens", "17").exit_code == 0

@@ -278,7 +278,7 @@ def test_configs_are_frozen() -> None:
         ({"modle": {"path": "m"}}, "modle", "Did you mean 'model'?"),
         ({"lora": {"rnk": 8}}, "lora.rnk", "Known: alpha, dropout, r, target_modules."),
         ({"model": {}}, "model.path", "Set it"),
-        ({"model": 3}, "model", "It should be a valid dictionary"),
+        ({"model": 3}, "model", "Set model.path, or another of its keys"),
         ({"output_dir": None}, "output_dir", "It should be a valid string"),
         ({"sampler": {"steps": True}}, "sampler.steps", "It should be a valid integer"),
         ({"sampler": {"seed": 1.5}}, "sampler.seed", "It should be a valid integer"),

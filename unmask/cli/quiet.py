@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import logging
 import os
+import site
 import sys
 import sysconfig
 import warnings
@@ -31,8 +32,9 @@ VARIABLES = {
 }
 OURS = ("unmask", "uvicorn")
 """Loggers of code in `LIBRARIES` that are heard below an error. uvicorn's are the log of `unmask serve`."""
-LIBRARIES = (*map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), str(Path(__file__).parents[1]), "<frozen")
-"""Where code stands whose warnings tell the user nothing: libraries, and our own calls of them."""
+FOLDERS = (*map(sysconfig.get_path, ("purelib", "platlib", "stdlib")), site.getusersitepackages(), str(Path(__file__).parents[1]))
+LIBRARIES = (*(f"{folder}{os.sep}" for folder in FOLDERS), "<frozen")
+"""What begins the paths of code whose warnings are hidden: of libraries, and of our own calls of them."""
 
 
 def debugging(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> bool:
@@ -41,7 +43,7 @@ def debugging(arguments: Sequence[str], environ: Mapping[str, str] = os.environ)
 
 
 def silence_libraries() -> None:
-    """Show nothing below errors that is not ours. It must be called before the libraries are imported."""
+    """Show nothing below errors that is not ours. Called before libraries are imported, as they read the variables then."""
     for name, value in VARIABLES.items():
         os.environ.setdefault(name, value)
     logging.setLoggerClass(_Logger)

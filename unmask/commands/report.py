@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog
-from unmask.commands.run_folder import MANIFEST
 from unmask.commands.runs import find_runs
 from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.evaluation.provenance import EVALUATION
@@ -20,6 +19,7 @@ from unmask.evaluation.report.content import Report
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, read_result
+from unmask.models.model_files import RUN_MANIFEST
 from unmask.training.run_log import LOG_NAME
 
 MODEL_FOLDER = "model"
@@ -108,7 +108,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def read_run(folder: Path, name: str, color: int, description: str = "") -> Run:
     """A run by its log, and by its manifest if it has one."""
     lines = [line for line in MetricsLog(folder / LOG_NAME).read() if isinstance(line, dict)]
-    manifest = folder / MANIFEST
+    manifest = folder / RUN_MANIFEST
     found = [run for run in find_runs([folder]) if Path(run["folder"]) == folder] if manifest.is_file() else []
     known: dict[str, Any] = {"verb": folder.name}
     if found:

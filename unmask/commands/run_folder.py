@@ -17,7 +17,7 @@ from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
-from unmask.models.model_files import RUN_CONFIG, TRAINED_MODEL
+from unmask.models.model_files import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
@@ -25,7 +25,6 @@ from unmask.training.durable.checkpoint_files import UNFINISHED
 from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.resume.record import RunRecord
 
-MANIFEST = "manifest.json"
 OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""
 ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
@@ -127,7 +126,7 @@ class RunFolder:
 
     def _write_state(self, state: str, **more: str) -> None:
         if self._manifest and self.args.should_save:
-            write_json(self.path / MANIFEST, self._manifest | {"state": state, **more})
+            write_json(self.path / RUN_MANIFEST, self._manifest | {"state": state, **more})
 
 
 def _refuse_inside(path: Path) -> None:
@@ -136,7 +135,7 @@ def _refuse_inside(path: Path) -> None:
     place = path.resolve()
     for own, run in pairwise([place, *place.parents]):
         if OF_OTHER_RUN.fullmatch(own.name) and (
-            (run / LOCK_FILE).is_file() or all((run / name).is_file() for name in (MANIFEST, RUN_CONFIG))
+            (run / LOCK_FILE).is_file() or all((run / name).is_file() for name in (RUN_MANIFEST, RUN_CONFIG))
         ):
             remedy = f"Choose a folder beside it, such as {run / f'after-{own.name}'} (--output)"
             what = f"is a part of the run in {run}, which writes, replaces and removes {own.name}"

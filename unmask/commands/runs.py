@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog, read_file
-from unmask.commands.run_folder import MANIFEST
 from unmask.errors import DataError, UnmaskWarning, first_line
+from unmask.models.model_files import RUN_MANIFEST
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
@@ -32,7 +32,7 @@ def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
     for folder in folders:
         if not folder.is_dir():
             raise DataError("no such folder", where=str(folder), remedy="Give the folder of a run, or one that holds runs")
-    found = dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"**/{MANIFEST}")))
+    found = dict.fromkeys(path for folder in folders for path in sorted(folder.glob(f"**/{RUN_MANIFEST}")))
     return [run for path in found if (run := _describe(path)) is not None]
 
 

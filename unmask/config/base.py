@@ -57,15 +57,35 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
         return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
     if errors[0]["type"] == "missing":
         key = ".".join([*path, str(errors[0]["loc"][-1])])
-        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE")
+        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {OPTIONS.get(key, f'{key}=VALUE')}")
     return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
+
+
+OPTIONS = {"model": "--model PATH_OR_ID", "model.path": "--model PATH_OR_ID", "output_dir": "--output FOLDER"}
+"""The options of training verbs that set what is required."""
 
 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
     found = masked_argument(value) if isinstance(value, str) and not SECRET_KEY.search(where) else masked(value, where)
-    return ConfigError(f"{found!r} is not valid", where=where, remedy=f"It should be {wanted}")
+    kinds = {one["type"] for one in errors}
+    if kinds == {"model_type"}:
+        return valued_section(found, where, where.rpartition(".")[2])
+    example = f": [{found}]" if "list_type" in kinds and isinstance(value, str) else ""
+    if kinds == {"string_type"} and isinstance(value, int | float):
+        example = f", in quotes: '\"{value}\"'"
+    return ConfigError(f"{found!r} is not valid", where=where, remedy=f"It should be {wanted}{example}")
+
+
+MEANT = {"model": "model.path", "data": "data.train"}
+"""What is meant by a section that is given a value: `model=gpt2`."""
+
+
+def valued_section(value: Any, where: str, name: str) -> ConfigError:
+    """The error for a section that is given a value."""
+    remedy = f"Set {MEANT[name]}, or another of its keys" if name in MEANT else f"Set its keys, {name}.NAME"
+    return ConfigError(f"is a section of settings, not the value {value!r}", where=where, remedy=remedy)
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from unmask.config.base import valued_section
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import masked_argument
@@ -107,15 +108,14 @@ def read_layers(
         key = keys.get(typed, typed)
         if not equals or not all(key.split(".")):
             what = f"{masked_argument(override)!r} is not KEY=VALUE"
-            raise ConfigError(what, where="command line", remedy="Write for example training.learning_rate=1e-4")
+            raise ConfigError(what, where="command line", remedy="Write NAME=VALUE, for example learning_rate=1e-4")
         source = f"command line, {typed}"
         layers.append(Layer(source if typed in keys else "command line", nested(key.split("."), parse_yaml(text, source))))
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
     for layer in layers:
         for key in sections & layer.values.keys():
             if not isinstance(value := layer.values[key], dict | None):
-                remedy = f"Set one of its keys: {key}.NAME (as a variable: {PREFIX}{key.upper()}__NAME)"
-                raise ConfigError(f"is a section of settings, not the value {value!r}", where=f"{key} ({layer.source})", remedy=remedy)
+                raise valued_section(value, f"{key} ({layer.source})", key)
     return Layers(layers)
 
 

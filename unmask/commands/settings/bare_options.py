@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections import deque
 from collections.abc import Collection
@@ -73,7 +74,8 @@ class BareNames:
         name = typed_name.replace("-", "_")
         found = self._find(name)
         if not found:
-            near = near_keys(name, self.settings.values())
+            options = [] if name in NAMES_ELSEWHERE else difflib.get_close_matches(f"--{name.replace('_', '-')}", self.options, cutoff=0.75)
+            near = options or near_keys(name, self.settings.values())
             remedy = f"Did you mean {' or '.join(near)}?" if near else f"`unmask config {self.verb}` lists all settings"
             raise ConfigError(f"is no setting or option of {self.verb}", where=typed, remedy=remedy)
         if len(found) > 1:
