@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.console import MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
+from unmask.console import BAR_WIDTH, MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
 
 
 class Clock:
@@ -122,6 +123,20 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
     assert ("convert [1] stopped after" if fails else "convert [1] done in") in shown
     assert shown.count("\x1b[?25l") == 1 and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
     assert shown[shown.rindex("whole run") :].count("\n") >= 2  # the prompt of the shell comes below both bars
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_bars_keep_their_names_and_width_beside_any_number_of_metrics(columns, monkeypatch):
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    with Progress([("grpo: evaluate", 10.0)], stream=stream) as progress, progress.phase("grpo: evaluate") as phase:
+        phase.update(0.5, loss=1.5, **{f"a_long_metric_{i}": 1234.5 for i in range(9)})
+    lines = re.sub(r"\x1b\[[\d;?]*\w", "", stream.getvalue()).splitlines()
+    bars = [line for line in lines if line.startswith(("whole run ", "grpo: evaluate "))]
+    assert len(bars) >= 2 and all(BAR_WIDTH == sum(line.count(mark) for mark in "━╸╺") for line in bars)
+    assert any("loss 1.5" in line for line in bars) and "…" not in stream.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

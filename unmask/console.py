@@ -23,6 +23,8 @@ from unmask.redaction import shown
 
 MAX_WIDTH = 100  # columns of lines and tables
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
+BAR_WIDTH = 24
+JOINT = " · "  # between the parts of a line
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
 
 Item = TypeVar("Item")
@@ -61,12 +63,12 @@ class Phase:
         self.metrics.update(metrics)
         self._changed()
 
-    def __str__(self) -> str:
-        return " · ".join(self.figures())
-
-    def figures(self) -> list[str]:
-        """Name and value of each metric."""
-        return [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
+    def fitting(self, width: int) -> str:
+        """Name and value of the first metrics, which are those that matter most, as many as fit into so many columns."""
+        figures = [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
+        while len(JOINT.join(figures)) > width and figures:
+            figures.pop()
+        return JOINT.join(figures)
 
 
 class Progress:
@@ -159,25 +161,27 @@ class Progress:
             self._print(f"{self._phase.fraction:.0%}")
 
     def _print(self, state: str) -> None:
-        figures, width = self._phase.figures(), _width(self._console)
-        while len(line := self._line(state, figures)) > width and figures:
-            figures.pop()  # the metrics that matter come first
+        width = _width(self._console)
+        room = width - len(self._line(state, "")) - len(JOINT)
+        line = self._line(state, self._phase.fitting(room))
         if self._live is not None:
             self._live.console.print(line[:width], markup=False, highlight=False)
         else:
             print(line[:width], file=self._stream, flush=True)
         self._last_line = self._clock()
 
-    def _line(self, state: str, figures: Sequence[str]) -> str:
-        return shown(" · ".join([f"[{self.fraction:4.0%}] {self._phase.name} {state}", *figures, self._times()]))
+    def _line(self, state: str, figures: str) -> str:
+        return shown(JOINT.join(filter(None, [f"[{self.fraction:4.0%}] {self._phase.name} {state}", figures, self._times()])))
 
     def _bars(self) -> Constrain:
-        lines = [("whole run", self.fraction, self._times())]
+        overall, name = "whole run", self._phase.name
+        room = _width(self._console) - max(len(overall), len(name)) - BAR_WIDTH - len(" 100% ") - 1
+        lines = [(overall, self.fraction, self._times())]
         if self._index >= 0:
-            lines.append((self._phase.name, self._phase.fraction, str(self._phase)))
+            lines.append((name, self._phase.fraction, self._phase.fitting(room)))
         bars = Table.grid(Column(no_wrap=True), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
         for name, fraction, text in lines:
-            bar = ProgressBar(total=1.0, completed=fraction, width=32)
+            bar = ProgressBar(total=1.0, completed=fraction, width=BAR_WIDTH)
             bars.add_row(Text(shown(name)), bar, f"{fraction:4.0%}", Text(shown(text)))
         return Constrain(bars, MAX_WIDTH)
 
