@@ -15,6 +15,7 @@ from typing import Self, TextIO, TypeVar
 from rich.console import Console
 from rich.constrain import Constrain
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -57,10 +58,10 @@ class Phase:
         self.metrics: dict[str, float] = {}
         self._changed = changed
 
-    def update(self, fraction: float, **metrics: float) -> None:
-        """Set the fraction of the phase that is done (0 to 1) and any metrics; other metrics keep their last value."""
+    def update(self, fraction: float, **metrics: float | None) -> None:
+        """Set the fraction of the phase that is done (0 to 1) and any metrics; None removes one, others keep their last value."""
         self.fraction = min(max(fraction, 0.0), 1.0)
-        self.metrics.update(metrics)
+        self.metrics = {name: value for name, value in (self.metrics | metrics).items() if value is not None}
         self._changed()
 
     def fitting(self, width: int) -> str:
@@ -126,7 +127,8 @@ class Progress:
             yield phase
             phase.fraction, outcome = 1.0, "done in"
         finally:
-            self._print(f"{outcome} {format_duration(self._clock() - entered)}")
+            if phase.fraction or phase.metrics:  # an error before any work says enough by itself
+                self._print(f"{outcome} {format_duration(self._clock() - entered)}")
 
     @property
     def fraction(self) -> float:
@@ -233,11 +235,27 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     """Print a table, above the progress display (rich or tqdm) if there is one."""
     from tqdm import tqdm
 
-    columns = [Column(Text(shown(name)), overflow="fold") for name in head]
     console, name = _console(sys.stdout), Text(shown(title), "table.title")
-    table = Table(*columns, title=name, show_header=bool(columns), min_width=min(name.cell_len, _width(console)))
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
+    header, *lines = [[Text(shown(cell)) for cell in row] for row in (head, *rows)]
+    widths = _column_widths(console, [line for line in (header, *lines) if line])
+    table = Table(title=name, show_header=bool(header), min_width=min(name.cell_len, _width(console)))
+    for cell, width in zip(header or [Text()] * len(widths), widths, strict=True):
+        table.add_column(cell, overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
     with console.capture() as captured:
         console.print(Constrain(table, MAX_WIDTH))
     tqdm.write(captured.get(), end="")
+
+
+def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int]:
+    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words stay whole is
+    narrowed, then any."""
+    columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
+    widths = [max(cell.maximum for cell in column) for column in columns]
+    words = [max(cell.minimum for cell in column) for column in columns]
+    excess = sum(widths) + 3 * len(widths) + 1 - _width(console)
+    for _ in range(excess):
+        movable = [i for i, width in enumerate(widths) if width > words[i]] or range(len(widths))
+        widths[max(movable, key=widths.__getitem__)] -= 1
+    return widths
