@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.console import MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
+from unmask.console import BAR_WIDTH, MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
 
 
 class Clock:
@@ -100,6 +101,20 @@ def test_a_failing_phase_says_so_and_the_error_goes_on():
     assert stream.getvalue().startswith("[ 25%] sft stopped after 0:04 · ")
 
 
+def test_an_error_before_any_work_is_not_announced_by_a_line_of_progress():
+    stream = io.StringIO()
+    with pytest.raises(KeyError), Progress([("sft", 10.0)], stream=stream) as progress, progress.phase("sft"):
+        raise KeyError("label")
+    assert stream.getvalue() == ""
+
+
+def test_a_metric_is_removed_by_none():
+    with Progress([("dpo", 1.0)], stream=io.StringIO()) as progress, progress.phase("dpo") as phase:
+        phase.update(0.1, scored=1.0, loss=2.0)
+        phase.update(0.2, scored=None)
+        assert phase.metrics == {"loss": 2.0}
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -122,6 +137,20 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
     assert ("convert [1] stopped after" if fails else "convert [1] done in") in shown
     assert shown.count("\x1b[?25l") == 1 and shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is back
     assert shown[shown.rindex("whole run") :].count("\n") >= 2  # the prompt of the shell comes below both bars
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+def test_the_bars_keep_their_names_and_width_beside_any_number_of_metrics(columns, monkeypatch):
+    for name, value in {"TERM": "xterm-256color", "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    with Progress([("grpo: evaluate", 10.0)], stream=stream) as progress, progress.phase("grpo: evaluate") as phase:
+        phase.update(0.5, loss=1.5, **{f"a_long_metric_{i}": 1234.5 for i in range(9)})
+    lines = re.sub(r"\x1b\[[\d;?]*\w", "", stream.getvalue()).splitlines()
+    bars = [line for line in lines if line.startswith(("whole run ", "grpo: evaluate "))]
+    assert len(bars) >= 2 and all(sum(line.count(mark) for mark in "━╸╺") == BAR_WIDTH for line in bars)
+    assert any("loss 1.5" in line for line in bars) and "…" not in stream.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
@@ -182,6 +211,16 @@ def test_tables_fit_the_terminal_and_are_never_wider_than_a_page(columns, termin
     stream.truncate(0)
     show_table([["a", "b"]], "a title of four words")
     assert stream.getvalue().strip("\0").splitlines()[0].strip() == "a title of four words"  # although the cells are narrower
+
+
+def test_a_table_narrows_its_texts_before_it_breaks_a_word(capsys):
+    words = ["a40-48gb-x3-ddp", "activation_checkpointing", "rewards/overlap_with_the_reference", "5.83"]
+    show_table(
+        [words, ["a text of many words, which has room on several lines " * 2] * 4], "what fits", head=["hardware", "with", "name", "ms"]
+    )
+    shown = capsys.readouterr().out
+    assert all(word in shown for word in words)
+    assert max(map(len, shown.splitlines())) <= MAX_WIDTH
 
 
 def test_tracked_items_count_when_they_are_done():

@@ -182,3 +182,8 @@ def test_a_compressed_file_that_unpacks_without_end_is_refused(suffix, text, tmp
     path.write_bytes(gzip.compress(text * 300_000))
     with pytest.raises(DataError, match=f"bomb{suffix}: the compressed file unpacks to more than"):
         list(read_lines(path) if suffix == ".txt.gz" else read_records(path))
+
+
+def test_a_missing_column_without_a_similar_one_points_to_the_formats():
+    with pytest.raises(DataError, match=r"no column 'chosen' \(present: 'messages'\)\. Rename a column: docs/data.md"):
+        require_names(["messages"], ["chosen"], "row 0")

@@ -15,6 +15,7 @@ from typing import Self, TextIO, TypeVar
 from rich.console import Console
 from rich.constrain import Constrain
 from rich.live import Live
+from rich.measure import Measurement
 from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
@@ -23,6 +24,8 @@ from unmask.redaction import shown
 
 MAX_WIDTH = 100  # columns of lines and tables
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
+BAR_WIDTH = 24
+JOINT = " · "  # between the parts of a line
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
 
 Item = TypeVar("Item")
@@ -55,18 +58,18 @@ class Phase:
         self.metrics: dict[str, float] = {}
         self._changed = changed
 
-    def update(self, fraction: float, **metrics: float) -> None:
-        """Set the fraction of the phase that is done (0 to 1) and any metrics; other metrics keep their last value."""
+    def update(self, fraction: float, **metrics: float | None) -> None:
+        """Set the fraction of the phase that is done (0 to 1) and any metrics; None removes one, others keep their last value."""
         self.fraction = min(max(fraction, 0.0), 1.0)
-        self.metrics.update(metrics)
+        self.metrics = {name: value for name, value in (self.metrics | metrics).items() if value is not None}
         self._changed()
 
-    def __str__(self) -> str:
-        return " · ".join(self.figures())
-
-    def figures(self) -> list[str]:
-        """Name and value of each metric."""
-        return [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
+    def fitting(self, width: int) -> str:
+        """Name and value of the first metrics, which are those that matter most, as many as fit into so many columns."""
+        figures = [f"{name} {format_number(value)}" for name, value in self.metrics.items()]
+        while len(JOINT.join(figures)) > width and figures:
+            figures.pop()
+        return JOINT.join(figures)
 
 
 class Progress:
@@ -124,7 +127,8 @@ class Progress:
             yield phase
             phase.fraction, outcome = 1.0, "done in"
         finally:
-            self._print(f"{outcome} {format_duration(self._clock() - entered)}")
+            if phase.fraction or phase.metrics:  # an error before any work says enough by itself
+                self._print(f"{outcome} {format_duration(self._clock() - entered)}")
 
     @property
     def fraction(self) -> float:
@@ -159,25 +163,27 @@ class Progress:
             self._print(f"{self._phase.fraction:.0%}")
 
     def _print(self, state: str) -> None:
-        figures, width = self._phase.figures(), _width(self._console)
-        while len(line := self._line(state, figures)) > width and figures:
-            figures.pop()  # the metrics that matter come first
+        width = _width(self._console)
+        room = width - len(self._line(state, "")) - len(JOINT)
+        line = self._line(state, self._phase.fitting(room))
         if self._live is not None:
             self._live.console.print(line[:width], markup=False, highlight=False)
         else:
             print(line[:width], file=self._stream, flush=True)
         self._last_line = self._clock()
 
-    def _line(self, state: str, figures: Sequence[str]) -> str:
-        return shown(" · ".join([f"[{self.fraction:4.0%}] {self._phase.name} {state}", *figures, self._times()]))
+    def _line(self, state: str, figures: str) -> str:
+        return shown(JOINT.join(filter(None, [f"[{self.fraction:4.0%}] {self._phase.name} {state}", figures, self._times()])))
 
     def _bars(self) -> Constrain:
-        lines = [("whole run", self.fraction, self._times())]
+        overall, name = "whole run", self._phase.name
+        room = _width(self._console) - max(len(overall), len(name)) - BAR_WIDTH - len(" 100% ") - 1
+        lines = [(overall, self.fraction, self._times())]
         if self._index >= 0:
-            lines.append((self._phase.name, self._phase.fraction, str(self._phase)))
+            lines.append((name, self._phase.fraction, self._phase.fitting(room)))
         bars = Table.grid(Column(no_wrap=True), Column(), Column(), Column(no_wrap=True, overflow="ellipsis"), padding=(0, 1))
         for name, fraction, text in lines:
-            bar = ProgressBar(total=1.0, completed=fraction, width=32)
+            bar = ProgressBar(total=1.0, completed=fraction, width=BAR_WIDTH)
             bars.add_row(Text(shown(name)), bar, f"{fraction:4.0%}", Text(shown(text)))
         return Constrain(bars, MAX_WIDTH)
 
@@ -229,11 +235,27 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     """Print a table, above the progress display (rich or tqdm) if there is one."""
     from tqdm import tqdm
 
-    columns = [Column(Text(shown(name)), overflow="fold") for name in head]
     console, name = _console(sys.stdout), Text(shown(title), "table.title")
-    table = Table(*columns, title=name, show_header=bool(columns), min_width=min(name.cell_len, _width(console)))
-    for row in rows:
-        table.add_row(*(Text(shown(cell)) for cell in row))
+    header, *lines = [[Text(shown(cell)) for cell in row] for row in (head, *rows)]
+    widths = _column_widths(console, [line for line in (header, *lines) if line])
+    table = Table(title=name, show_header=bool(header), min_width=min(name.cell_len, _width(console)))
+    for cell, width in zip(header or [Text()] * len(widths), widths, strict=True):
+        table.add_column(cell, overflow="fold", width=width)
+    for line in lines:
+        table.add_row(*line)
     with console.capture() as captured:
         console.print(Constrain(table, MAX_WIDTH))
     tqdm.write(captured.get(), end="")
+
+
+def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int]:
+    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words stay whole is
+    narrowed, then any."""
+    columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
+    widths = [max(cell.maximum for cell in column) for column in columns]
+    words = [max(cell.minimum for cell in column) for column in columns]
+    excess = sum(widths) + 3 * len(widths) + 1 - _width(console)
+    for _ in range(excess):
+        movable = [i for i, width in enumerate(widths) if width > words[i]] or range(len(widths))
+        widths[max(movable, key=widths.__getitem__)] -= 1
+    return widths

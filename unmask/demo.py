@@ -119,14 +119,14 @@ STAGES = {
     "pretrain": Stage(
         "causal, next token",
         "A causal model learns to continue {rows:,} problems with answers, {text_mistakes:.1%} of them with a mistake",
-        "docs/data.md",
+        "docs/pretrain.md",
     ),
     "convert": Stage(
         "to bidirectional diffusion, three stages",
         "Conversion teaches it, on the same text, to fill in hidden tokens in any order",
         "docs/conversion.md",
     ),
-    "sft": Stage("on demonstrations", "SFT on demonstrations, {mistakes:.1%} of them with a mistake", "docs/data.md"),
+    "sft": Stage("on demonstrations", "SFT on demonstrations, {mistakes:.1%} of them with a mistake", "docs/sft.md"),
     "dpo": Stage("correct against corrupted answers", "DPO prefers right answers to corrupted ones", "docs/preferences.md"),
     "grpo": Stage(
         "on the reward alone", "GRPO rewards the right parts of answers that the model samples; it is shown no answer", "docs/rl.md"

@@ -24,7 +24,8 @@ from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERB_HELP, "profile", "config", "generate", "chat", "evaluate", "inspect", "serve", "migrate", "new", "demo", "doctor"]
+OTHERS = ["generate", "chat", "serve", "evaluate", "inspect", "config", "new", "demo", "profile", "migrate", "doctor"]
+ALL_VERBS = [*VERB_HELP, *OTHERS]
 REQUIRED = ["--model", "m", "--output"]
 
 

@@ -1,46 +1,70 @@
-"""What a finished run shows, without training."""
+"""What a finished run shows."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from unmask.commands.summary import next_command, summarise
-from unmask.config.run import DataConfig, ModelConfig, RunConfig
+from unmask.artifacts import MetricsLog
+from unmask.commands.summary import next_commands, summarise
+from unmask.config.run import RunConfig
+from unmask.training.run_log import LOG_NAME
 
 
-def finished(folder: Path, *lines: dict, **settings) -> RunConfig:
-    (folder / "training_logs.json").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return RunConfig(model=ModelConfig(path="m"), output_dir=str(folder), **settings)
+def config(folder, **data):
+    return RunConfig(model={"path": "m"}, data=data, output_dir=str(folder / "out"))
+
+
+def shown(folder, lines):
+    log = MetricsLog(folder / "out" / LOG_NAME)
+    for number, line in enumerate(lines):
+        log.write({"step": number + 1, **line})
+    return dict(summarise(config(folder), 65.0))
+
+
+def test_the_first_and_the_last_value_are_shown(tmp_path):
+    lines = [{"loss": 0.69314, "accuracy": 0.5}, {"loss": 0.6, "accuracy": 0.75}, {"loss": 0.51, "accuracy": 0.875}, {"train_loss": 0.6}]
+    found = shown(tmp_path, lines)
+    assert found["time"] == "1:05, 4 steps"
+    assert found["loss"] == "0.6931 → 0.51" and found["accuracy"] == "0.5 → 0.875"
+
+
+def test_a_run_that_logged_nothing_shows_its_mean_loss(tmp_path):
+    assert shown(tmp_path, [{"train_loss": 2.5}])["loss"] == "2.5"
+
+
+def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
+    first = {"loss": 0.0, "reward": 0.4, "rewards/short": 0.875, "rewards/sudoku/partial": 0.1, "rewards/sudoku/partial/wrong": 1.0}
+    found = shown(tmp_path, [first, {**first, "reward": 0.5, "rewards/short": 1.0}])
+    assert {name: value for name, value in found.items() if "reward" in name or name == "loss"} == {
+        "reward": "0.4 → 0.5",
+        "rewards/short": "0.875 → 1",
+        "rewards/sudoku/partial": "0.1",
+    }
 
 
 def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):
-    (tmp_path / "evaluation.json").write_text("of another model")
-    config = finished(tmp_path, {"step": 3, "loss": 0.25, "tokens_per_second": 10.0})
-    assert summarise("sft", config, 61.0) == [
-        ("model", f"{tmp_path}/model"),
-        ("time", "1:01, 3 steps"),
-        ("last loss", "0.25"),
-        ("tokens per second", "10"),
-    ]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/evaluation.json").write_text("of another model")
+    assert shown(tmp_path, [{"loss": 0.25, "tokens_per_second": 10.0}]) | {"model": ""} == {
+        "model": "",
+        "time": "1:05, 1 step",
+        "loss": "0.25",
+        "tokens per second": "10",
+    }
 
 
-@pytest.mark.parametrize("steps, shown", [(0, "0 steps"), (1, "1 step")])
-def test_a_run_without_steps_has_no_loss(steps, shown, tmp_path):
-    rows = dict(summarise("sft", finished(tmp_path, {"step": steps, "train_loss": 0.0, "loss": 0.0}), 0.0))
-    assert rows["time"].endswith(f", {shown}") and ("last loss" in rows) == (steps > 0)
-
-
-BODY = {"train": "b.jsonl", "text_column": "body"}
+def test_a_run_without_steps_shows_no_loss(tmp_path):
+    MetricsLog(tmp_path / "out" / LOG_NAME).write({"step": 0, "train_loss": 0.0})
+    assert dict(summarise(config(tmp_path), 65.0)).keys() == {"model", "time"}
 
 
 BODY = {"train": "b.jsonl", "text_column": "body"}
 
 
 @pytest.mark.parametrize(
-    "verb, data, imports, following",
+    ("verb", "data", "imports", "first"),
     [
         ("pretrain", BODY, [], "convert --model r/model --data b.jsonl --output convert data.text_column=body"),
         ("convert", BODY, [], "sft --model r/model --data PAIRS.jsonl --output sft"),
@@ -50,6 +74,35 @@ BODY = {"train": "b.jsonl", "text_column": "body"}
         ("grpo", {"task": "sudoku"}, [], "evaluate r/model --task sudoku"),
     ],
 )
-def test_the_next_command_has_what_its_data_needs(verb, data, imports, following):
-    config = RunConfig(model=ModelConfig(path="m"), output_dir="r", data=DataConfig(**data), imports=imports)
-    assert next_command(verb, config) == f"unmask {following}"
+def test_the_next_command_has_what_its_data_needs(verb, data, imports, first):
+    run = RunConfig(model={"path": "m"}, output_dir="r", data=data, imports=imports)
+    assert next_commands(verb, run)[0] == f"unmask {first}"
+
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "chat"),
+    [
+        ({"prompt": MESSAGES, "completion": MESSAGES}, ["--chat"]),
+        ({"conversations": [{"from": "human", "value": "Hello"}]}, ["--chat"]),
+        ({"prompt": "Hello", "completion": "you"}, []),
+    ],
+)
+def test_a_model_that_was_trained_on_chats_is_asked_by_chat(row, chat, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    look = next_commands("sft", config(tmp_path, train=str(path)))[-1]
+    assert look.split()[3:] == [*chat, "--prompt", "TEXT"]
+
+
+def test_the_next_verb_comes_first_then_a_look_at_the_texts(tmp_path):
+    onward, look = next_commands("convert", config(tmp_path, train="text.txt"))
+    assert onward.split()[1] == "sft" and look == f"unmask generate {tmp_path}/out/model --prompt TEXT"
+
+
+def test_after_the_last_verb_a_task_is_evaluated_as_it_was_posed(tmp_path):
+    assert next_commands("grpo", config(tmp_path, task="sudoku", style="chat")) == [
+        f"unmask evaluate {tmp_path}/out/model --task sudoku --style chat"
+    ]

@@ -412,3 +412,12 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monke
     check_output_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
     assert kept.read_text() == "mine"
+
+
+def test_one_reward_needs_no_brackets():
+    assert RunConfig(**RUN, rewards="mine.py:short").rewards == ["mine.py:short"]
+
+
+def test_what_a_run_must_have_is_named_by_its_option():
+    with pytest.raises(ConfigError, match=r"output_dir: is required and not set. Set it, for example with --output DIR"):
+        RunConfig(**{name: value for name, value in RUN.items() if name != "output_dir"})

@@ -86,7 +86,7 @@ def test_the_tables_have_every_figure(capsys):
         assert words in shown
     lines = [line.replace("│", " ").split() for line in shown.splitlines()]
     assert ["kept", "18"] in lines and ["packed", "into", "5"] in lines
-    assert ["median", "15", "30", "3"] in lines and ["16-31", "14", "8", "0"] in lines
+    assert ["median", "15", "30", "3"] in lines and ["rows", "of", "16-31", "14", "8", "0"] in lines
 
 
 def test_the_report_is_json_and_is_pickled_with_the_rows():

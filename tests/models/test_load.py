@@ -226,6 +226,14 @@ def test_new_weights_depend_on_the_seed_alone(stock):
         initialise(stock / "nowhere", seed=0)
 
 
+def test_a_path_in_a_folder_that_exists_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/nope", "runs/nope/model", "elsewhere/run/model"):
+        with pytest.raises(ModelError, match=rf"^{path}: no such folder. Check the path"):
+            load(path)
+
+
 # What is wrong with a folder, and how the error begins.
 BROKEN = {
     "no folder": (lambda path: [file.unlink() for file in path.iterdir()], "cannot load a model config"),

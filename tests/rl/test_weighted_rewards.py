@@ -258,7 +258,7 @@ def test_tasks_are_named(name):
 
 def test_functions_and_weights_that_do_not_fit():
     for none in ([], ()):
-        with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
+        with pytest.raises(ConfigError, match="rewards: no reward function"):
             Rewards(none)
     for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
         with pytest.raises(ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"):
@@ -696,3 +696,12 @@ def test_rewards_are_computed_without_gradients_in_any_thread():
     weight = torch.nn.Parameter(torch.ones(3))
     rewards = Rewards(lambda **_: [float((2 * weight).requires_grad)] * 3)
     assert_equal(values(rewards), [[0.0]] * 3)
+
+
+@pytest.mark.parametrize(("prompt", "hinted"), [([{"role": "user", "content": "Hello"}], True), ("Hello", False)])
+def test_a_function_for_texts_that_meets_messages_is_told_of_them(prompt, hinted, caplog):
+    def short(completions, **columns):
+        return [text.words for text in completions]
+
+    Rewards(short)([{"prompt": prompt}], ["text"], [[1]])
+    assert "raised" in caplog.text and ("a list of messages" in caplog.text) is hinted

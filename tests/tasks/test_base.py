@@ -227,3 +227,9 @@ def test_tasks_and_rewards_import_no_torch():
     code = "import sys, unmask.tasks, unmask.rewards.http, unmask.sandbox.ocaml\n"
     code += "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["capitals", "capitals.py"])
+def test_an_unknown_task_may_be_meant_as_ones_own(name):
+    with pytest.raises(ConfigError, match=rf"unknown task '{name}'.*Name a class of your own as path/to/file.py:NAME"):
+        get_task(name)

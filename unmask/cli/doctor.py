@@ -12,7 +12,9 @@ def doctor(
     network: Annotated[bool, typer.Option("--network", help="Also ask whether the hub answers, for a few seconds.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Describe this installation and machine for a bug report, without secrets or names. Exits with 2 if Unmask cannot work here."""
+    """Describe this installation and machine for a bug report, without secrets or names.
+
+    Exits with 2 if Unmask cannot work here."""
     from unmask.commands.doctor.examine import examine
     from unmask.commands.doctor.findings import as_dict, as_text, is_broken
 

@@ -21,7 +21,7 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError
-from unmask.redaction import shown
+from unmask.redaction import shell_line, shown
 from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ from unmask.cli.serve import serve
 from unmask.cli.settings import config
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
+PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
+"""The groups of verbs on the help page."""
 PATH_ERRORS = {
     errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
     errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
@@ -47,6 +49,10 @@ PATH_ERRORS = {
 class Commands(TyperGroup):
     """Exits with one line and status 2 for an `UnmaskError`, with status 130 for Ctrl-C, and 75 for a run that
     another signal has stopped with a checkpoint."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order of the groups on the help page."""
+        return sorted(super().list_commands(ctx), key=lambda name: PANELS.index(getattr(self.commands[name], "rich_help_panel", MORE)))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -75,12 +81,12 @@ class Commands(TyperGroup):
 
 app = typer.Typer(
     cls=Commands,
-    help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
+    help="Turn a causal language model into a diffusion language model, and train it further.",
     epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-app.add_typer(sandbox, name="sandbox")
+app.add_typer(sandbox, name="sandbox", rich_help_panel=MORE)
 
 
 def main() -> None:
@@ -125,12 +131,13 @@ def common(
 
 
 for _verb, _help in VERB_HELP.items():
-    app.command(_verb, cls=TrainingCommand, help=_help, epilog=TRAINING_EPILOG)(train)
+    app.command(_verb, cls=TrainingCommand, help=_help, epilog=TRAINING_EPILOG, rich_help_panel=TRAIN)(train)
 
 
 @app.command(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
     epilog="Example: unmask profile sft --model runs/convert/model --task sudoku --output runs/profile --steps 5 training.max_length=64",
+    rich_help_panel=MORE,
 )
 def profile(
     ctx: typer.Context,
@@ -147,7 +154,7 @@ def profile(
         command.invoke(inner)
 
 
-app.command(epilog="Example: unmask config sft learning_rate")(config)
+app.command(epilog="Example: unmask config sft learning_rate", rich_help_panel=BEGIN)(config)
 
 
 def load_model(model: ModelConfig) -> DiffusionLM:
@@ -156,19 +163,28 @@ def load_model(model: ModelConfig) -> DiffusionLM:
     return unmask.load(model.path, **model.load_arguments())
 
 
-app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")(generate)
+app.command(
+    epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32", rich_help_panel=USE
+)(generate)
 
 
-app.command(epilog="Example: unmask chat runs/sft/model --max-new-tokens 256 --threshold 0.9 --temperature 0.7")(chat)
+app.command(epilog="Example: unmask chat runs/sft/model --max-new-tokens 256 --threshold 0.9 --temperature 0.7", rich_help_panel=USE)(chat)
 
 
-app.command(cls=EvaluateCommand, epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")(evaluate)
+app.command(
+    cls=EvaluateCommand,
+    epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json",
+    rich_help_panel=LOOK,
+)(evaluate)
 
 
-app.command(epilog="Example: unmask compare before.json after.json --picture differences.png")(compare)
+app.command(epilog="Example: unmask compare before.json after.json --picture differences.png", rich_help_panel=LOOK)(compare)
 
 
-@app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")
+@app.command(
+    epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure",
+    rich_help_panel=LOOK,
+)
 @spread_configs
 def inspect(
     model: ModelConfig,
@@ -181,8 +197,9 @@ def inspect(
     measure: Annotated[bool, typer.Option("--measure", help="Also time steps here, of at most 4 rows unless --batch-size is set.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Describe a model, what conversion would change, and on each machine the memory and time of a training step, the time of a pass of
-    generation, and what bounds both. Does not read the weights."""
+    """Describe a model, what conversion would change, and what training takes on each machine.
+
+    That is the memory and time of a training step, the time of a pass of generation, and what bounds both. The weights are not read."""
     from unmask.planning.blueprint import Blueprint
     from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
     from unmask.planning.step_time import BOUNDS
@@ -220,9 +237,12 @@ def inspect(
     show_table([(bound, words) for bound, words in BOUNDS.items() if bound in bounds], title="what bounds them, and what helps")
     for name, figures in measured.items():
         show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
+    if facts["attention"] == "causal":
+        words = ["unmask", "convert", "--model", model.path, "--data", "TEXT.txt", "--recipe", "block", "--output", "runs/convert"]
+        typer.echo(for_stdout(f"next: {shell_line(words)} --dry-run"))
 
 
-@app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar")
+@app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar", rich_help_panel=USE)
 @spread_configs
 def export(
     model: ModelConfig,
@@ -240,10 +260,13 @@ def export(
     export_model(load_model(model), output, layout)
 
 
-app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. If UNMASK_API_KEY is set, clients must send it.")(serve)
+app.command(
+    epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. If UNMASK_API_KEY is set, clients must send it.",
+    rich_help_panel=USE,
+)(serve)
 
 
-@app.command(epilog="Example: unmask migrate train.yaml gsm_base.sbatch --output gsm.yaml")
+@app.command(epilog="Example: unmask migrate train.yaml gsm_base.sbatch --output gsm.yaml", rich_help_panel=MORE)
 def migrate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configurations that belong together; later ones win.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the config goes; unset: to stdout.")] = None,
@@ -267,7 +290,7 @@ def migrate(
         typer.echo(for_stdout(found.to_yaml()), nl=False)
 
 
-@app.command(epilog="Example: unmask runs runs --json")
+@app.command(epilog="Example: unmask runs runs --json", rich_help_panel=LOOK)
 def runs(
     folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER...]", help="Folders of runs; unset: this one.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one per run.")] = False,
@@ -286,7 +309,7 @@ def runs(
             typer.echo(run["command"])
 
 
-@app.command(epilog="Example: unmask report runs/sft runs/grpo sudoku.json --output report.html")
+@app.command(epilog="Example: unmask report runs/sft runs/grpo sudoku.json --output report.html", rich_help_panel=LOOK)
 def report(
     sources: Annotated[list[Path], typer.Argument(metavar="RUN|RESULT...", help="Folders of runs, and result files of evaluate.")],
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where the page goes.")] = Path("report.html"),
@@ -309,10 +332,12 @@ def report(
         typer.echo(for_stdout(f"{png}: {len(write_pictures(content, png))} pictures"))
 
 
-app.command(epilog="Example: unmask new my-run --kind rewards --model runs/sft/model, then make in the folder my-run")(new)
+app.command(
+    epilog="Example: unmask new my-run --kind rewards --model runs/sft/model, then make in the folder my-run", rich_help_panel=BEGIN
+)(new)
 
 
-@app.command()
+@app.command(rich_help_panel=BEGIN)
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
@@ -328,4 +353,4 @@ def demo(
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)
 
 
-app.command(epilog="Example: unmask doctor > doctor.txt")(doctor)
+app.command(epilog="Example: unmask doctor > doctor.txt", rich_help_panel=MORE)(doctor)

@@ -79,8 +79,9 @@ def config(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list, with whole descriptions.")] = False,
 ) -> None:
-    """List the settings of a training verb with type, default and description, also those of transformers.TrainingArguments. Exits with
-    status 1 if none matches."""
+    """List the settings of a training verb: type, default, description.
+
+    Those of transformers.TrainingArguments are among them. Exits with status 1 if none matches."""
     from unmask.commands.settings.listing import matching, near_keys, settings_of_verb
     from unmask.commands.verbs import VERBS
 

@@ -207,10 +207,10 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
     from unmask.training.durable.lost_process import ending_with_others
 
-    started = time.monotonic()
     with ending_with_others(Path(settings.output_dir)):
         from unmask.commands.run import run_verb
 
+        started = time.monotonic()
         retention = run_verb(verb, settings, resume, import_harness)
         if retention is not None:
             show_retention(retention, f"what {verb} kept of {settings.model.path}")
@@ -219,10 +219,11 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
 
 
 def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
-    from unmask.commands.summary import next_command, summarise
+    from unmask.commands.summary import next_commands, summarise
 
-    show_table(summarise(verb, settings, seconds), f"{verb}: finished")
-    typer.echo(for_stdout(f"next: {next_command(verb, settings)}"))
+    show_table(summarise(settings, seconds), f"{verb}: finished")
+    for label, command in zip(("next:", "or:  "), next_commands(verb, settings), strict=False):
+        typer.echo(for_stdout(f"{label} {command}"))
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

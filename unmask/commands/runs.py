@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 import warnings
@@ -15,7 +16,7 @@ from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.models.model_files import RUN_MANIFEST
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
-from unmask.training.run_log import LOG_NAME, SHOWN
+from unmask.training.run_log import LOG_NAME, SHOWN, last_loss
 
 TYPES: dict[str, type] = {"verb": str, "state": str, "command": str, "processes": int, "steps": int, "error": str}
 """The entries of a manifest that are shown."""
@@ -57,7 +58,9 @@ def _describe(path: Path) -> dict[str, Any] | None:
         state = "running" if is_running(folder) else "interrupted" if state == "running" else state
     lines = _read_log(folder / LOG_NAME)
     command = resume_command(words, manifest.get("processes", 1))
+    loss = last_loss([{name: value for name, value in line.items() if _is_number(value)} for line in lines])
     metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
+    metrics |= {"loss": loss} if "loss" not in metrics and math.isfinite(loss) else {}
     return {
         "folder": str(folder),
         "verb": verb,

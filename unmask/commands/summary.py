@@ -1,9 +1,10 @@
-"""What a finished training run shows: where its model is, the numbers that matter, and the next command."""
+"""What a finished training run shows: where its model is, the numbers that matter, and the next commands."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from unmask.artifacts import MetricsLog
 from unmask.commands.inputs import evaluates
 from unmask.config.run import DataConfig, RunConfig
 from unmask.console import format_duration, format_number
+from unmask.data.encoding import is_conversational
 from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.result_file import read_result
 from unmask.models.model_files import TRAINED_MODEL
+from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
 from unmask.training.run_log import LOG_NAME, last_loss
 
@@ -21,8 +24,8 @@ EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""
 
 
-def summarise(verb: str, config: RunConfig, seconds: float) -> list[tuple[str, str]]:
-    """Rows of a table: the model, the time, the last loss or reward, and the held-out score or loss, or else the speed.
+def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
+    """Rows of a table: the model, the time, the first and last loss or reward, and the held-out score or loss, or else the speed.
 
     Args:
         seconds: that the run took.
@@ -31,13 +34,18 @@ def summarise(verb: str, config: RunConfig, seconds: float) -> list[tuple[str, s
     lines = MetricsLog(output / LOG_NAME).read() if (output / LOG_NAME).is_file() else []
     steps = max((int(line["step"]) for line in lines), default=0)
     rows = [("model", str(output / TRAINED_MODEL)), ("time", f"{format_duration(seconds)}, {steps:,} step{'s' * (steps != 1)}")]
-    if not steps:
-        return rows
-    if (reward := last(lines, "reward")) is not None:
-        rows.append(("last reward", format_number(reward)))
-    elif math.isfinite(loss := last_loss(lines)):
-        rows.append(("last loss", format_number(loss)))
-    return [*rows, *_held_out(config, lines)]
+    return [*rows, *_trained(lines), *_held_out(config, lines)] if steps else rows
+
+
+def _trained(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from its first to its last value."""
+    values = {"loss": [loss]} if math.isfinite(loss := last_loss(lines)) else {}
+    logged = dict.fromkeys(name for line in lines for name in line)
+    values |= {name: [float(line[name]) for line in lines if name in line] for name in logged}
+    parts = [name for name in logged if name.startswith("rewards/") and name.rpartition("/")[0] not in logged]
+    names = ["reward", *(parts if len(parts) > 1 else [])] if "reward" in logged else ["loss", "accuracy"]
+    ends = {name: (values[name][0], values[name][-1]) for name in names if name in values}
+    return [(name, " → ".join(dict.fromkeys(map(format_number, pair)))) for name, pair in ends.items()]
 
 
 def _held_out(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -55,21 +63,34 @@ def last(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
     return next((float(line[name]) for line in reversed(lines) if name in line), None)
 
 
-def next_command(verb: str, config: RunConfig) -> str:
-    """The command that goes on with the model: the next verb on the same task or text, or on data to be named; after the last one, a look
-    at the model."""
+def next_commands(verb: str, config: RunConfig) -> list[str]:
+    """The commands that go on with the model: the next verb on the same task or text, or on data to be named, and a look at its texts; of a
+    task after the last verb, its evaluation."""
     output, data = Path(config.output_dir), config.data
     model = str(output / TRAINED_MODEL)
     task = ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])] if data.task else []
     following = {"pretrain": "convert", "convert": "sft", "sft": "grpo" if task else "dpo", "dpo": "grpo" if task else None}.get(verb)
-    if following is None:
-        words = ["evaluate", model, *task] if task and not config.imports else ["generate", model, "--prompt", "TEXT"]
-    else:
+    commands = []
+    changed = [name for name in ("text_column", "style", "split") if getattr(data, name) != DataConfig.model_fields[name].default]
+    same_data = [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
+    imports = [f"imports=[{', '.join(config.imports)}]"] if config.imports else []
+    if following is not None:
         text = data.train if following == "convert" and isinstance(data.train, str) else EXAMPLES.get(following, "TEXT.jsonl")
-        words = [following, "--model", model, *(task or ["--data", text]), "--output", str(output.parent / following)]
-        if task or following == "convert":  # the same data
-            kept = {name: getattr(data, name) for name in ("text_column", "style", "split")}
-            words += [f"data.{name}={value}" for name, value in kept.items() if value != DataConfig.model_fields[name].default]
-        if config.imports:
-            words.append(f"imports=[{', '.join(config.imports)}]")
-    return shell_line(["unmask", *map(masked_argument, words)])
+        commands.append([following, "--model", model, *(task or ["--data", text]), "--output", str(output.parent / following)])
+        commands[0] += [*same_data, *imports]
+    elif task and not imports:  # of which `evaluate` knows nothing
+        commands.append(["evaluate", model, *task, *(["--style", data.style] if data.style != "plain" else [])])
+    if not task or not commands:
+        commands.append(["generate", model, *(["--chat"] if _of_chats(data) else []), "--prompt", "TEXT"])
+    return [shell_line(["unmask", *map(masked_argument, words)]) for words in commands]
+
+
+def _of_chats(data: DataConfig) -> bool:
+    """Whether the first training row has messages, of a file that can be read line by line."""
+    if data.chat_template is not None:
+        return True
+    if not isinstance(data.train, str) or kind_of(data.train) != ".jsonl" or not Path(data.train).is_file():
+        return False
+    with closing(read_examples(data.train, keep_malformed=True)) as rows:
+        first = next(rows)
+    return isinstance(first, dict) and ("conversations" in first or is_conversational(first))

@@ -45,6 +45,15 @@ class Config(pydantic.BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
+OPTIONS = {"model": "--model PATH_OR_ID", "output_dir": "--output DIR"}
+"""The options that set what a run must have."""
+
+
+def listed(value: Any) -> Any:
+    """A single text as a list of it."""
+    return [value] if isinstance(value, str) else value
+
+
 def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
     """The first of pydantic's errors in Unmask's words. Unknown keys come first, since a misspelt key also leaves another one missing; then
     the most deeply nested errors, since the alternatives of a section include single values."""
@@ -68,6 +77,7 @@ OPTIONS = {"model": "--model PATH_OR_ID", "model.path": "--model PATH_OR_ID", "o
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
+    wanted = re.sub(r"a valid list$", "a valid list, such as '[A, B]'", wanted)
     found = masked_argument(value) if isinstance(value, str) and not SECRET_KEY.search(where) else masked(value, where)
     kinds = {one["type"] for one in errors}
     if kinds == {"model_type"}:

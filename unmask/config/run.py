@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import BeforeValidator, ConfigDict, Field, JsonValue
 
-from unmask.config.base import Config, OnResume, refused
+from unmask.config.base import Config, OnResume, listed, refused
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.layers import Layers
 from unmask.config.rollout import RolloutConfig as RolloutConfig
@@ -228,7 +228,7 @@ class RunConfig(Config):
     """The hardware that the run is estimated for; recorded, and read by `--dry-run`. Its `max_memory_gb` bounds the run on a GPU."""
     imports: Annotated[list[str], NEUTRAL] = Field(default_factory=list)
     """Modules, or files, to import first: tasks and methods that they define are found by name. They must not come from a model or data."""
-    rewards: Annotated[list[str], NEUTRAL] = Field(default_factory=list)
+    rewards: Annotated[list[str], BeforeValidator(listed), NEUTRAL] = Field(default_factory=list)
     """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence
     classifier), or the address of a reward server; unset: the task's."""
     output_dir: Annotated[str, NEUTRAL] = Field(min_length=1)

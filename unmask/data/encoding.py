@@ -46,7 +46,7 @@ EQUAL_RESPONSES = "chosen equals rejected"
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Whether the example has messages rather than strings."""
-    return any(_is_messages(example.get(field)) for field in FIELDS)
+    return any(is_messages(example.get(field)) for field in FIELDS)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = ()) -> list[int]:
@@ -55,7 +55,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Coll
     if isinstance(prompt, str):
         ids, bos = _encode_marked(tokenizer, as_text(tokenizer, prompt, keep), keep), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
-    if _is_messages(prompt):
+    if is_messages(prompt):
         return _encode_marked(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)), keep)
     if is_ids(prompt):
         return list(prompt)
@@ -114,10 +114,10 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
         DataError: one is a string and the other messages; the completion is not a single answer of the assistant; the tokenizer lacks a
             chat template or an EOS; or the template renders the prompt differently if a completion follows.
     """
-    if isinstance(completion, str) and not _is_messages(prompt):
+    if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
         return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
-    if not (_is_messages(prompt) and _is_messages(completion)):
+    if not (is_messages(prompt) and is_messages(completion)):
         what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="wrong type")
@@ -215,7 +215,7 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def _is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
+def is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(item, Mapping) and "role" in item for item in value)
 
 
@@ -248,7 +248,7 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 
 def _require_messages(value: Any) -> None:
-    if not _is_messages(value):
+    if not is_messages(value):
         remedy = 'Write [{"role": "user", "content": "..."}, ...].'
         raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="wrong type")
 

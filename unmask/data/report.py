@@ -124,8 +124,9 @@ class DataReport:
         show_table(counts, f"{self.where}: rows")
         columns = [quantiles(lengths) | histogram(lengths) for lengths in self.lengths.values()]
         buckets = {name for column in columns for name in column} - QUANTILES.keys()
-        names = [*QUANTILES, *sorted(buckets, key=lambda name: int(name.split("-")[0]))]
-        lines = [(name, *(f"{column.get(name, 0):,}" for column in columns)) for name in names]
+        labels = {name: f"{name} have at most" if "%" in name else name for name in QUANTILES}
+        labels |= {name: f"rows of {name}" for name in sorted(buckets, key=lambda name: int(name.split("-")[0]))}
+        lines = [(label, *(f"{column.get(name, 0):,}" for column in columns)) for name, label in labels.items()]
         show_table(lines, f"{self.where}: tokens", head=["", *self.lengths])
 
 

@@ -352,7 +352,7 @@ class DPOTrainer(DiffusionTrainer):
 
         def report(fraction: float) -> None:
             if progress is not None:
-                progress.update(0.0, reference_scored=fraction)
+                progress.update(0.0, reference_scored=fraction if fraction < 1 else None)
 
         def save(table: ReferenceTable) -> None:
             if args.should_save:

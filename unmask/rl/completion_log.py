@@ -15,6 +15,7 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 
 from unmask.artifacts import MetricsLog, plain, write_atomic
 from unmask.console import show_table
+from unmask.data.encoding import is_messages
 
 COMPLETIONS_FILE = "completions.jsonl"
 SHOWN_CHARACTERS = 400
@@ -53,7 +54,8 @@ class CompletionLog:
         rows = [[_scalar(values[i]) for values in columns.values()] for i in picked]
         for i in picked:
             self._log.write({"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}})
-        show_table([[_shortened(_text(value)) for value in row] for row in rows], f"completions of step {step}", columns)
+        shown = [[_shortened(_text(_scalar(_last_turn(values[i])))) for values in columns.values()] for i in picked]
+        show_table(shown, f"completions of step {step}", columns)
         for callback in callbacks:
             _track(callback, step, list(columns), rows)
 
@@ -73,6 +75,11 @@ def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[li
     elif isinstance(callback, (WandbCallback, TrackioCallback)):
         tracker = importlib.import_module("wandb" if isinstance(callback, WandbCallback) else "trackio")
         tracker.log({"completions": tracker.Table(columns=names, data=rows), "train/global_step": step})
+
+
+def _last_turn(value: Any) -> Any:
+    """Of messages the text of the last one, for the terminal; anything else as it is."""
+    return value[-1].get("content") if is_messages(value) else value
 
 
 def _scalar(value: Any) -> str | float | None:

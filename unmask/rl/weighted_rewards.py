@@ -42,6 +42,7 @@ FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
 MAX_REWARD = 1e12
 """Bound of a weighted reward, so that the squares and sums of losses are finite in float32."""
+MESSAGES_HINT = ". The prompts are messages, so each completion is a list of messages: completions[0][0]['content'] is the first one's text"
 logger = logging.getLogger(__name__)
 
 
@@ -156,7 +157,8 @@ class Rewards:
     ):
         listed = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
         if not listed:
-            raise ConfigError("no reward function", where="reward_funcs", remedy="Give at least one")
+            remedy = "Give at least one: --rewards file.py:function, or a task that has one (--task); in Python reward_funcs"
+            raise ConfigError("no reward function", where="rewards", remedy=remedy)
         weights = list(weights) if weights is not None else [1.0] * len(listed)
         if len(weights) != len(listed):
             what = f"{len(weights)} weights for {len(listed)} functions"
@@ -209,8 +211,9 @@ class Rewards:
         # Copies, since an abandoned thread may still log.
         logged, extras = {name: list(values) for name, values in list(log.metrics.items())}, log.columns(len(rows))
         values_of = {name: [self._value(answer) for answer in answers] for name, answers in answers_of.items()}
+        hint = MESSAGES_HINT if not all(isinstance(text, str) for text in arguments["completions"]) else ""
         for name, values in values_of.items():
-            self._report(name, values)
+            self._report(name, values, hint)
         failed_BF = torch.tensor([[isinstance(value, Failure) for value in values] for values in values_of.values()]).T
         reward_BF = torch.tensor(
             [[math.nan if isinstance(value, Failure) else value for value in values] for values in values_of.values()]
@@ -271,18 +274,21 @@ class Rewards:
         what = answer.shown if isinstance(answer, NotANumber) else f"{answer}"
         return Failure("invalid", f"returned {what}", f"Return a number of at most {self.largest:g}, or None")
 
-    def _report(self, name: str, values: Sequence[float | Failure]) -> None:
-        """Warn of the first failure of each kind, or raise it."""
+    def _report(self, name: str, values: Sequence[float | Failure], hint: str) -> None:
+        """Warn of the first failure of each kind, or raise it. `hint`: what a function that raised may not expect."""
         failures = {row: value for row, value in enumerate(values) if isinstance(value, Failure)}
         for row, failure in failures.items():
             on_all = failure.kind != "invalid" and len(failures) == len(values)
             where = f"reward function {name}" + ("" if on_all else f", completion {row}")
             if self.errors == "raise":
-                raise TrainingError(failure.what, where=where, remedy=failure.remedy)
+                raise TrainingError(failure.what, where=where, remedy=failure.remedy + (hint if failure.kind == "raised" else ""))
             if (name, failure.kind) not in self._warned:
                 self._warned.add((name, failure.kind))
                 what = masked_text(" ".join(failure.what.split()))
-                logger.warning("%s: %.400s. Where it fails, completions are unscored; further such failures are only counted", where, what)
+                more = hint if failure.kind == "raised" else ""
+                logger.warning(
+                    "%s: %.400s. Where it fails, completions are unscored; further such failures are only counted%s", where, what, more
+                )
 
 
 def make_rewards(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:

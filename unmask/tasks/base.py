@@ -226,7 +226,8 @@ def get_task(name: str) -> Task:
     if ":" in name:
         return _load_task(name)
     if name not in Task._known:
-        raise ConfigError(f"unknown task {name!r}", remedy=did_you_mean(name, Task._known))
+        own = "Name a class of your own as path/to/file.py:NAME"
+        raise ConfigError(f"unknown task {name!r}", remedy=own if name.endswith(".py") else f"{did_you_mean(name, Task._known)} {own}")
     return Task._known[name]()
 
 

@@ -20,7 +20,7 @@ from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
 SUMS_NAME = "metric_sums.json"
-SHOWN = ("loss", "reward", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
+SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
 """The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
@@ -40,7 +40,7 @@ def metric_of_function(name: str) -> str:
 class ProgressTarget(Protocol):
     """What a run reports its progress to: a phase of `unmask.console.Progress`, or a fraction of one."""
 
-    def update(self, fraction: float, **metrics: float) -> None: ...
+    def update(self, fraction: float, **metrics: float | None) -> None: ...
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ProgressPart:
     start: float
     stop: float
 
-    def update(self, fraction: float, **metrics: float) -> None:
+    def update(self, fraction: float, **metrics: float | None) -> None:
         self.whole.update(self.start + fraction * (self.stop - self.start), **metrics)
 
 

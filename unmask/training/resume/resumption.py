@@ -71,7 +71,7 @@ class Resumption:
         expect_visited(self.trainer.train_dataset, checkpoint)
 
     def show_changes(self, max_steps: int) -> None:
-        """Print what was changed. `max_steps`: of the whole run."""
+        """Print where the run goes on, and what was changed. `max_steps`: of the whole run."""
         if self.trainer.args.should_save:
             self.record.show(self.changed, self.trainer.state.global_step, max_steps)
 
@@ -89,7 +89,7 @@ class Resumption:
         state.compute_steps(self.trainer.args, max_steps)  # a restored state has the intervals of the checkpoint
         if OF_BEST_METRIC & self.changed.keys():
             state.best_metric = state.best_global_step = state.best_model_checkpoint = None
-        if self.changed:
+        if state.global_step:
             self.show_changes(max_steps)
 
     @contextlib.contextmanager
