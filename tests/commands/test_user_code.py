@@ -129,6 +129,7 @@ def test_a_task_is_found_by_its_own_name_once_it_is_named():
         (["--task", "broken.py:Task"], ["broken.py:Task: cannot be imported (ZeroDivisionError: division by zero, line 2 of broken.py)"]),
         (["training.method=absent.py:Parts"], ["training.method (command line): absent.py:Parts: there is no such file"]),
         (["training.method=twins.py:Twins"], ["training.method", "not a subclass of unmask.rl.methods.base.Method"]),
+        (["training.method=nameless.py:Parts"], ["nameless.py:Parts: cannot be imported (ConfigError", "Parts has no name", "name ="]),
         (["training.method=parts.py:TokenMethod"], ["training.method", "is not registered", "@register"]),
         (["imports=[broken]"], ["imports (command line): broken: cannot be imported (ZeroDivisionError", "line 2 of broken.py"]),
         (["imports=twins"], ["imports (command line)", "'twins' is not valid", "list"]),
@@ -140,6 +141,7 @@ def test_a_task_is_found_by_its_own_name_once_it_is_named():
 )
 def test_what_is_wrong_with_them_is_one_error(options, words, model):
     Path("broken.py").write_text("x = 1\nx / 0")
+    Path("nameless.py").write_text(METHOD.replace('name = "parts"', ""))
     Path("half.py").write_text(
         "from unmask.tasks import Task\nclass Half(Task):\n    name, fields = 'half', ()\n    def verify(self, *_): ..."
     )
@@ -148,6 +150,23 @@ def test_what_is_wrong_with_them_is_one_error(options, words, model):
     refused = unmask("grpo", "--model", model, "--output", "out", *GRPO, *task, *method, *options)
     assert_refused(refused, *words)
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (
+            "def plan(self, rollout, draw):\n        return rollout.hidden",
+            ["parts.py, line 12, in plan: AttributeError: ", "hidden", "Correct"],
+        ),
+        ("def plan(self, rollout, draw):\n        return rollout.hiding(*2 * [rollout.completion_BT])", ["target_BMT", "[B, M, T]"]),
+        ("def loss(self, inputs):\n        return inputs.policy_BMT.sum()", ["loss of parts: returned Tensor, not Loss", "weighted_sum"]),
+    ],
+)
+def test_what_it_raises_in_a_run_is_one_error(own, words, model):
+    Path("parts.py").write_text(METHOD.replace("def plan", f"{own}\n\n    def {'plan' if 'loss' in own else 'unused'}"))
+    refused = unmask("grpo", "--model", model, "--output", "out", *GRPO, "--task", "twins.py:Twins", "training.method=parts.py:Parts")
+    assert_refused(refused, *words)
 
 
 def test_settings_of_its_own_are_those_of_the_method():

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from unmask import __version__
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
+from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError
 from unmask.redaction import shell_line, shown
@@ -47,8 +48,8 @@ PATH_ERRORS = {
 
 
 class Commands(TyperGroup):
-    """Exits with one line and status 2 for an `UnmaskError`, with status 130 for Ctrl-C, and 75 for a run that
-    another signal has stopped with a checkpoint."""
+    """Exits with one line and status 2 for an `UnmaskError` or an error in the user's own code, with status 130 for Ctrl-C, and 75 for a
+    run that another signal has stopped with a checkpoint."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """In the order of the groups on the help page."""
@@ -60,9 +61,7 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            first = first_to_report()
-            if first_to_report(str(error)) and (first or not isinstance(error, LostProcessError)):
-                typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
+            _report(error)
             raise typer.Exit(2) from error
         except OSError as error:
             if error.errno not in PATH_ERRORS or ctx.obj:
@@ -77,6 +76,18 @@ class Commands(TyperGroup):
             raise typer.Exit(stopped.code) from stopped
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
+        except Exception as error:  # user code
+            if ctx.obj or not (own := error_of_named_code(error)):
+                raise
+            _report(own)
+            raise typer.Exit(2) from error
+
+
+def _report(error: UnmaskError) -> None:
+    """Print an error, of several processes once."""
+    first = first_to_report()
+    if first_to_report(str(error)) and (first or not isinstance(error, LostProcessError)):
+        typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
 
 
 app = typer.Typer(

@@ -26,6 +26,8 @@ from unmask.errors import ConfigError, did_you_mean
 FORMS = "Give package.module:NAME or path/to/file.py:NAME"
 LOADED = itertools.count()
 """Numbers the modules of files, so that two files of one name do not hide each other."""
+NAMED_FILES: set[str] = set()
+"""The files of all code that was named so far, but Unmask's own."""
 
 
 class CurrentFolder(MetaPathFinder):
@@ -115,12 +117,28 @@ def load_module(source: str, target: str | None = None) -> ModuleType:
         raise ConfigError("there is no such file", where=where, remedy=f"Give its path from the current folder, {Path.cwd()}")
     try:
         if source.endswith(".py"):
-            return _module_of(path.resolve(), path.read_bytes())
+            return _named(_module_of(path.resolve(), path.read_bytes()))
         with current_folder_last(source):
-            return importlib.import_module(source)
+            return _named(importlib.import_module(source))
     except (Exception, SystemExit) as error:  # user code
         what = f"cannot be imported ({type(error).__name__}: {error}{_line_of(error)})"
         raise ConfigError(what, where=where, remedy=_way_out(source, error) or remedy) from error
+
+
+def error_of_named_code(error: BaseException) -> ConfigError | None:
+    """The exception with the last line of named code that was running; None: none was."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in NAMED_FILES]
+    if not frames:
+        return None
+    where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}, in {frames[-1].name}"
+    return ConfigError(f"{type(error).__name__}: {error}", where=where, remedy="Correct it; with UNMASK_DEBUG=1 the traceback is shown")
+
+
+def _named(module: ModuleType) -> ModuleType:
+    """The module, whose file is noted unless it is one of Unmask's."""
+    if module.__name__.partition(".")[0] != __name__.partition(".")[0]:
+        NAMED_FILES.add(str(module.__file__))
+    return module
 
 
 @functools.cache

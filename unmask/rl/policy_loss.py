@@ -11,7 +11,7 @@ from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.losses import count_items, token_weights
-from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, averaging_units
+from unmask.rl.methods.base import DivergenceMethod, Loss, LossInputs, Method, averaging_units, loss_of
 from unmask.rl.methods.masking import weighed
 from unmask.rl.rollout import Rollout, learnable
 from unmask.tensor_checks import check_tensors
@@ -78,7 +78,7 @@ def policy_loss(
     inputs = loss_inputs(
         method, rollout, views, log_prob_BMT, advantage_B1, learnt_BT, old_BMT, reference_BMT, max_completion_length=max_completion_length
     )
-    loss = method.loss(inputs)
+    loss = loss_of(method, inputs)
     return loss._replace(total=loss.total / items_of(method, rollout, views, learnt_BT).clamp_min(1))
 
 

@@ -18,6 +18,7 @@ from unmask.diffusion.views import Views
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.output import Generation, end_of, text_of
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.tensor_checks import check_tensors
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ class Rollout:
         return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide their targets, and tokens after the end that are targets of none, as when the text was sampled."""
+        """Views that hide their targets, and tokens after the end that are targets of none, as when the text was sampled.
+
+        Raises:
+            ConfigError: a shape does not fit.
+        """
+        check_tensors(ids_BT=self.ids_BT, target_BMT=target_BMT, weight_BMT=weight_BMT)
         rest_BT = self.beyond_BT & ~target_BMT.any(1)
         return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 

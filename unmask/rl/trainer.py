@@ -25,7 +25,7 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.config import GRPOConfig
-from unmask.rl.methods.base import LossInputs
+from unmask.rl.methods.base import LossInputs, loss_of
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
 from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
@@ -145,7 +145,7 @@ class GRPOTrainer(DiffusionTrainer):
         if chunk is None or chunk[1].start == 0:
             learnt_BT = batch.learnt_BT[chunk[0]] if chunk else batch.learnt_BT
             self.numbers.add(lambda count: self.phases.count(trained=int(count)), learnt_BT.sum())
-        loss = self.method.loss(self.loss_inputs(batch, log_prob_BMT, chunk))
+        loss = loss_of(self.method, self.loss_inputs(batch, log_prob_BMT, chunk))
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
                 self.record(name, values.mean(), len(values))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import runpy
 import sys
 from unittest import mock
 
 import lm_eval
 import pytest
+import torch
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from sqlitedict import SqliteDict
@@ -360,7 +362,7 @@ def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     documents = [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}, {"q": "b", "choices": ["aba", "bb"], "gold": 0}]
     write_task(tmp_path, "small", TASKS["local_piqa"] | {"doc_to_text": "{{q}}"}, documents)
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
-    asked = ["--tasks", "small", "--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples", "--device", "cpu"]
+    asked = ["--tasks", "small", "--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples"]
     command = [
         sys.executable,
         "-m",
@@ -377,6 +379,19 @@ def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     names = "import unmask.evaluation.harness; from lm_eval.api.registry import model_registry; print(*model_registry)"
     listed = run_all([sys.executable, "-c", names], timeout=100, env=environment, stdout=-1, text=True).stdout.split()
     assert {"unmask", "hf", "vllm"} <= set(listed)
+
+
+def test_lm_evals_default_device_is_that_of_this_machine(tmp_path, monkeypatch):
+    toy.toy().save(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert HarnessLM(str(tmp_path), device="cuda:0").lm.device.type != "cuda"
+
+
+def test_the_command_line_says_what_is_wrong_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: HarnessLM("model", samples=0))
+    with pytest.raises(SystemExit, match="2"):
+        runpy.run_module("unmask.evaluation.harness", run_name="__main__")
+    assert capsys.readouterr().err.startswith("error: model: ")
 
 
 def test_every_word_of_a_pair_is_scored():

@@ -40,6 +40,8 @@ from unmask.training.durable.launchers import connected_processes
 Wanted = tuple[int, list[int], int, list[str]]
 """A text that is to be generated: the number of its request, the prompt, the key of its random numbers, and the stop strings."""
 DEFAULT_SAMPLES = 128
+LM_EVAL_DEVICE = "cuda:0"
+"""What lm-eval's command line passes unless `--device` is given. Where there is no such device its own models choose another, too."""
 Answer = TypeVar("Answer")
 KEPT_OF, KEPT = "unmask", "answer "
 """The key, in lm-eval's file of answers, of the model and settings that gave them; and how the names of answers begin."""
@@ -100,6 +102,8 @@ class HarnessLM(TemplateLM):
                 raise ConfigError("the model is loaded already", where=next(iter(model)), remedy="Leave it out, or give a path")
             self.lm = pretrained
         else:
+            if device == LM_EVAL_DEVICE and not torch.cuda.is_available():
+                device = None
             self.lm = load(str(pretrained), **model, device=device or ("auto" if state is None else str(state.device)))
         self.tokenizer = self.lm.tokenizer
         self.samples, self.seed = DEFAULT_SAMPLES if samples is None else _whole(samples, "samples"), int(seed)

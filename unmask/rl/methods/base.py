@@ -15,7 +15,7 @@ from torch import Tensor
 from unmask.config.user_code import load_class, naming_setting
 from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.models.hooks.head import flat_indices
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, kl_divergence
 from unmask.rl.rollout import Rollout, learnable
@@ -90,6 +90,15 @@ def weighted_sum(
     clipped = torch.zeros_like(weight, dtype=torch.bool) if clipped is None else clipped
     kl = torch.zeros_like(weight) if kl is None else kl.detach()
     return Loss((weight * loss).sum(), *(values.take(counted_N) for values in (ratio, clipped, kl)))
+
+
+def loss_of(method: Method, inputs: LossInputs) -> Loss:
+    """The method's summed loss. Raises TrainingError if the method returns something else."""
+    loss = method.loss(inputs)
+    if not isinstance(loss, Loss):
+        remedy = "Return weighted_sum(loss_BT, inputs.token_weight_BT), of unmask.rl.methods"
+        raise TrainingError(f"returned {type(loss).__name__}, not Loss", where=f"loss of {method.name}", remedy=remedy)
+    return loss
 
 
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
@@ -283,8 +292,10 @@ def register(method: type[M]) -> type[M]:
     replaced.
 
     Raises:
-        ConfigError: a default was changed without an annotation, so that it would be no field.
+        ConfigError: it has no name, or a default was changed without an annotation, so that it would be no field.
     """
+    if not hasattr(method, "name"):
+        raise ConfigError(f"{method.__name__} has no name", where=method.__module__, remedy="Write name = ... in the class")
     inherited = {setting.name for base in method.__mro__[1:] if issubclass(base, Method) for setting in fields(base)}
     for name in inherited & vars(method).keys() - method.__annotations__.keys():
         raise ConfigError(f"{method.__name__}.{name} has no annotation", where=method.__module__, remedy=f"Write {name}: TYPE = VALUE")
