@@ -1,6 +1,6 @@
 """A tensor that does not fit the others is refused by its name at every function of `unmask.losses`, never by torch.
 
-Shapes: B rows or completions, M views, T tokens, N responses or chosen tokens, K tokens.
+Shapes: B rows or completions, M views, T tokens, N responses or chosen tokens, P pairs, K tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unmask.supervised.quality import Rollout as FilledRows
 from unmask.supervised.variable_length import Canvases
 from unmask.tensor_checks import INTEGERS, MASKS
 
-SIZES = {"B": 2, "M": 1, "T": 5, "N": 10, "K": 6}  # N: of all tokens of all views
+SIZES = {"B": 2, "M": 1, "T": 5, "N": 10, "P": 5, "K": 6}  # N: of all tokens of all views
 
 
 class Tensors:
@@ -95,6 +95,10 @@ CALLS: dict[str, Callable[[Tensors], object]] = {
     "any_order": lambda t: losses.any_order(t.group_BT - 1, t.log_prob_BMT),
     "log_ratios": lambda t: losses.log_ratios(t.log_prob_N, t.reference_N, t.length_N),
     "margins": lambda t: losses.margins(t.log_ratio_N),
+    "dpo": lambda t: losses.dpo(t.margin_P, beta=0.1),
+    "ipo": lambda t: losses.ipo(t.margin_P, beta=0.1),
+    "hinge": lambda t: losses.hinge(t.margin_P, beta=0.1),
+    "simpo": lambda t: losses.simpo(t.margin_P, beta=2.0, gamma=0.5),
     "kto": lambda t: losses.kto(t.log_ratio_N, t.desirable_N, torch.zeros(()), beta=0.1),
     "advantages": lambda t: losses.advantages(t.reward_B, t.group_B),
     "kept_groups": lambda t: losses.kept_groups(t.reward_B, t.group_B, 0.0, 1.0, spread=False),
@@ -142,6 +146,7 @@ def test_an_argument_with_a_wrong_dimension_is_refused_by_its_name(name, data):
     assert argument in str(refused.value)
 
 
+LEARNT_BT, UNIT_BT = torch.ones(2, 5, dtype=torch.bool), torch.zeros(2, 5, dtype=torch.long)
 ROLLOUT, VIEWS, LOG_PROB_BMT = rollout(Tensors()), views(Tensors()), torch.zeros(2, 1, 5)
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "advantages of completions, ratios of tokens": (
@@ -169,6 +174,41 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: losses.advantages(torch.zeros(2), torch.zeros(2).long(), "mean"),  # type: ignore[arg-type]
         "kind: unknown kind 'mean'",
     ),
+    "an unknown aggregation": (
+        lambda: losses.token_weights(LEARNT_BT, "mean", UNIT_BT, 8),  # type: ignore[arg-type]
+        "kind: unknown kind 'mean'",
+    ),
+    "an unknown aggregation of a divisor": (
+        lambda: losses.count_items(LEARNT_BT, "tokens", UNIT_BT),  # type: ignore[arg-type]
+        "kind: unknown kind 'tokens'",
+    ),
+    "an unknown divergence": (
+        lambda: losses.kl_divergence(torch.zeros(2, 5), "K3"),  # type: ignore[arg-type]
+        "kind: unknown kind 'K3'",
+    ),
+    "the name of a schedule": (lambda: losses.Noise("cosine"), "schedule: 'cosine' is not a schedule"),  # type: ignore[arg-type]
+    "the name of a method": (
+        lambda: losses.policy_views(LM, "spg", ROLLOUT, draw(Tensors())),  # type: ignore[arg-type]
+        "method: 'spg' is not a method",
+    ),
+    "the class of a method": (
+        lambda: losses.policy_loss(
+            losses.get_method("spg"),  # type: ignore[arg-type]
+            ROLLOUT,
+            VIEWS,
+            LOG_PROB_BMT,
+            torch.zeros(2),
+            max_completion_length=8,
+        ),
+        "method: <class 'unmask.rl.methods.spg.SPG'> is not a method",
+    ),
+    "margins in a list": (lambda: losses.dpo([0.5], beta=0.1), "margin_P: is a list, not a tensor"),  # type: ignore[arg-type]
+    "no random views": (
+        lambda: losses.random_views(UNIT_BT, draw(Tensors()), NOISE, num_views=0),
+        "num_views: 0 views",
+    ),
+    "no views of exact counts": (lambda: losses.exact_count_views(UNIT_BT, draw(Tensors()), num_views=-1), "num_views: -1 views"),
+    "no views of the bound": (lambda: losses.elbo_views(UNIT_BT, draw(Tensors()), num_views=0), "num_views: 0 views"),
     "a divergence without a reference": (
         lambda: losses.policy_loss(losses.get_method("espo")(), ROLLOUT, VIEWS, LOG_PROB_BMT, torch.zeros(2), max_completion_length=8),
         "reference_BMT: espo has a KL term (beta=0.001)",

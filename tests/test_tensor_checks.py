@@ -63,6 +63,7 @@ def test_one_wrong_size_is_refused_with_both_names_that_disagree(letters, data):
     ("named", "says"),
     [
         ({"ids_BT": torch.zeros(5).long()}, "ids_BT: has the shape [5], but 2 dimensions are expected: [B, T]"),
+        ({"key_B": torch.zeros(2, 3).long()}, "key_B: has the shape [2, 3], but 1 dimension is expected: [B]"),
         ({"a_B1": torch.zeros(2, 3)}, "a_B1: has the shape [2, 3], but [B, 1] is expected"),
         ({"ids_BT": [[1]]}, "ids_BT: is a list, not a tensor"),
         ({"ids_BT": torch.zeros(2, 3)}, "ids_BT: is of torch.float32, not of integers"),

@@ -38,7 +38,8 @@ def check_tensors(**tensors: Any) -> None:
             continue
         letters = found[1]
         if tensor.dim() != len(letters):
-            what = f"has the shape {list(tensor.shape)}, but {len(letters)} dimensions are expected: [{', '.join(letters)}]"
+            wanted = "1 dimension is" if len(letters) == 1 else f"{len(letters)} dimensions are"
+            what = f"has the shape {list(tensor.shape)}, but {wanted} expected: [{', '.join(letters)}]"
             raise ConfigError(what, where=name, remedy=LETTERS_REMEDY)
         for letter, size in zip(letters, tensor.shape, strict=True):
             expected, source = sizes.setdefault(letter, (size, name))

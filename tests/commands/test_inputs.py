@@ -63,7 +63,11 @@ def test_it_is_trained_on_a_stream_too(model, story, tmp_path):
     [
         ("pretrain", ["--tokenizer", "train:300"], ["model.tokenizer", "keeps the tokenizer", "model.from_scratch=true"]),
         ("sft", ["--tokenizer", "train:300"], ["model.tokenizer", "model.from_scratch=true (pretrain only)"]),
-        ("pretrain", ["--tokenizer", "train:100", "model.from_scratch=true"], ["model.tokenizer", "100 tokens", "Use 259 or more"]),
+        (
+            "pretrain",
+            ["--tokenizer", "train:100", "model.from_scratch=true"],
+            ["model.tokenizer", "'train:100' has no size from 259", "train:8000"],
+        ),
         ("pretrain", ["--tokenizer", "train:8k", "model.from_scratch=true"], ["model.tokenizer", "'train:8k' has no size", "train:8000"]),
         ("pretrain", ["--tokenizer", "nowhere", "model.from_scratch=true"], ["nowhere", "no usable tokenizer"]),
     ],

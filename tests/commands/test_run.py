@@ -181,7 +181,12 @@ def lines(*rows: Any) -> str:
         (
             "sft",
             lines(PAIR, {**PAIR, "prompt": "1" * 200}),
-            ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "training.truncate_prompt=true", "drop the row", "bad_rows=skip"],
+            [
+                "rows.jsonl, row 1",
+                "204 tokens",
+                "a row holds 128",
+                "or cut the prompt with training.truncate_prompt=true. Or leave such rows out with training.bad_rows=skip",
+            ],
         ),
         ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),
         ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import REPOSITORY, run_all
-from unmask.data.byte_level import SMALLEST, train_tokenizer
+from unmask.config.run import TOKENIZER_SIZES, ModelConfig
+from unmask.data.byte_level import train_tokenizer
 from unmask.data.encoding import encode_prompt
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import ConfigError
@@ -30,14 +31,16 @@ def test_every_text_is_restored_and_none_of_it_is_unknown(text):
 
 def test_frequent_words_become_tokens_as_far_as_the_size_goes():
     assert len(TOKENIZER) < 300  # no more pairs to join
-    assert len(train_tokenizer(TEXTS, SMALLEST)) == SMALLEST and len(train_tokenizer(TEXTS, SMALLEST + 5)) == SMALLEST + 5
-    assert TOKENIZER.tokenize("the cat") == ["the", "Ġcat"] and len(train_tokenizer(TEXTS, SMALLEST).tokenize("the cat")) == 7
+    smallest = TOKENIZER_SIZES[0]
+    assert len(train_tokenizer(TEXTS, smallest)) == smallest and len(train_tokenizer(TEXTS, smallest + 5)) == smallest + 5
+    assert TOKENIZER.tokenize("the cat") == ["the", "Ġcat"] and len(train_tokenizer(TEXTS, smallest).tokenize("the cat")) == 7
 
 
-@pytest.mark.parametrize("size", [0, SMALLEST - 1])
-def test_a_size_without_room_for_the_bytes_is_refused(size):
-    with pytest.raises(ConfigError, match=rf"^model\.tokenizer: {size} tokens cannot write every text\. Use {SMALLEST} or more"):
-        train_tokenizer(TEXTS, size)
+@pytest.mark.parametrize("size", ["", "8k", "0", "258", "1000001", "1000000000"])
+def test_a_size_that_has_no_room_for_the_bytes_or_fills_the_memory_is_refused(size):
+    with pytest.raises(ConfigError, match=rf"^tokenizer: 'train:{size}' has no size from 259 to 1,000,000\. .*train:8000"):
+        ModelConfig(path="m", tokenizer=f"train:{size}")
+    assert [ModelConfig(path="m", tokenizer=f"train:{size}").tokenizer_size for size in (259, 1_000_000)] == [259, 1_000_000]
 
 
 def test_long_data_is_read_to_a_limit(monkeypatch):

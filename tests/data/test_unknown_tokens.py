@@ -123,10 +123,11 @@ def test_every_trainer_refuses_text_that_its_tokenizer_lacks_unless_a_setting_al
     trainer(tiny(attention), config(**settings(tmp_path), **more, max_unknown=1.0), rows)
 
 
-def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_what_it_lacks(tmp_path):
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+def test_preferences_that_only_look_the_same_to_the_tokenizer_are_refused_for_what_it_lacks(bad_rows, tmp_path):
     rows = [{"prompt": "abc", "chosen": "10", "rejected": "01"}]
-    with pytest.raises(DataError, match=r"row 0: .* unknown to the tokenizer. It lacks '[01]'"):
-        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path)), rows)
+    with pytest.raises(DataError, match=r": .* unknown to the tokenizer. It lacks '[01]'"):
+        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path), bad_rows=bad_rows), rows)
 
 
 class Stream:

@@ -14,7 +14,7 @@ from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
 from unmask.evaluation.result_file import Item
-from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.evaluation.tasks import TaskResult, check_evaluation, evaluate_task
 from unmask.generation.output import Generation
 from unmask.generation.sampler import generate
 from unmask.models.model_card import HISTORY_KEY
@@ -58,6 +58,22 @@ def test_right_wrong_and_malformed_answers(monkeypatch):
     half = result_of(right[:6] + wrong[6:], monkeypatch)
     assert half.metrics["solved"].low < half.metrics["solved"].mean == 0.5 < half.metrics["solved"].high
     assert half.gain_over(poor).mean == pytest.approx(0.5) and half.gain_over(perfect).mean == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("verify", "says"),
+    [
+        (lambda completion, row: 1 / len(completion), r"verify raised ZeroDivisionError: division by zero, line \d+ of test_tasks\.py"),
+        (lambda completion, row: 1.0, r"verify returned 1\.0: return OK, WRONG or Verdict"),
+    ],
+)
+def test_a_verifier_that_fails_is_one_error_before_anything_is_generated(verify, says, monkeypatch):
+    task = get_task("sudoku")
+    monkeypatch.setattr(task, "verify", verify)
+    for check in (check_evaluation, evaluate_task):
+        monkeypatch.setattr(tasks, "generate", lambda *_: written([""] * len(ROWS)))
+        with pytest.raises(ConfigError, match=f"^sudoku: .*{says}"):
+            check(LM, task, ROWS)
 
 
 def test_results_on_different_rows_are_not_compared(monkeypatch):

@@ -24,7 +24,7 @@ smoothings = st.floats(0, 0.49)
 
 def slope(loss: Callable[[Tensor], Tensor], value: float) -> tuple[float, float]:
     """The value of a loss and its derivative."""
-    at = torch.tensor(value, dtype=torch.float64, requires_grad=True)
+    at = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     out = loss(at)
     out.backward()
     return out.item(), at.grad.item()
@@ -78,7 +78,7 @@ def test_simpo_is_dpo_with_a_target_margin(margin, beta, gamma):
 def test_kto_moves_log_ratios_away_from_the_baseline(log_ratio, desirable, baseline, beta):
     def loss(at: Tensor, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
         given = {"beta": beta, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
-        return kto(at[None], torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), **given)[0]
+        return kto(at, torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), **given)[0]
 
     value, gradient = slope(loss, log_ratio)
     sign = 1 if desirable else -1
@@ -93,7 +93,7 @@ def test_kto_moves_log_ratios_away_from_the_baseline(log_ratio, desirable, basel
 def test_extreme_margins_stay_finite(margin):
     assert slope(lambda at: dpo(at, beta=1.0), margin) == (max(0.0, -margin), -1.0 if margin < 0 else 0.0)
     for desirable in (True, False):
-        loss, gradient = slope(lambda at: kto(at[None], torch.tensor([desirable]), torch.zeros(()), beta=1.0)[0], margin)  # noqa: B023
+        loss, gradient = slope(lambda at: kto(at, torch.tensor([desirable]), torch.zeros(()), beta=1.0)[0], margin)  # noqa: B023
         assert loss == (0.0 if (margin > 0) == desirable else 1.0) and gradient == 0
 
 

@@ -352,6 +352,13 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
     del Task._known["odd"]
 
 
+def test_a_task_in_the_place_of_a_function_is_refused_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    (tmp_path / "odd.py").write_text("from unmask.tasks import Task\nclass Odd(Task):\n    name = 'odd'")
+    with pytest.raises(ConfigError, match=r"odd\.py:Odd: is a task, not a function.*--task .*odd\.py:Odd: .*rewards=\[odd\]"):
+        Rewards(f"{tmp_path / 'odd.py'}:Odd")
+
+
 def test_parts_of_a_wrong_length_are_refused(tmp_path):
     (tmp_path / "odd.py").write_text("def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)")
     with pytest.raises(TrainingError, match="reward function odd: returned 3 values for 2 completions"):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import REPOSITORY, partly_slow
 from unmask.data.problems import read_problems
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, as_puzzle, get_rewards, get_task, split_of
 
@@ -221,6 +221,82 @@ def test_the_task_of_the_documentation(monkeypatch, tmp_path):
     assert row["prompt"] + row["completion"] == "The capital of Peru is Lima"
     (reward,) = get_rewards("capitals")
     assert reward([""] * 3, [" Lima", "Quito", ""], capital=["Lima"] * 3) == [1.0, 0.0, 0.0]
+
+
+FAULTY = """
+from unmask.rewards.verdict import OK
+from unmask.tasks import Task
+
+class Arguments(Task):
+    name, fields, columns = "capitals", ("country", "capital"), ("capital",)
+
+    def __init__(self, number):
+        pass
+
+    def row(self, record, where):
+        return {"prompt": record["country"], "completion": record["capital"], "group": "", "capital": record["capital"]}
+
+    def verify(self, completion, row):
+        return OK
+
+class Raises(Arguments):
+    def __init__(self):
+        pass
+
+    def row(self, record, where):
+        return {"prompt": record["land"]}
+
+class Groupless(Raises):
+    def row(self, record, where):
+        return {"prompt": record["country"], "completion": ""}
+
+class Number(Raises):
+    def verify(self, completion, row):
+        return 1.0
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "faulty.py").write_text(FAULTY)
+
+
+RECORD = ("cities.jsonl, line 3", {"country": "Peru", "capital": "Lima"})
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("Arguments", r"^faulty\.py:Arguments: Arguments\(\) raised TypeError: .*'number'.*made without arguments"),
+        ("Raises", r"^cities\.jsonl, line 3: Raises\.row raised KeyError: 'land', line 22 of faulty\.py\. Correct"),
+        ("Groupless", r"^cities\.jsonl, line 3, as Groupless\.row returns it: no column 'group'"),
+    ],
+)
+def test_a_task_that_cannot_be_made_or_read_a_row_is_one_error(name, says, faulty):
+    with pytest.raises(UnmaskError, match=says):
+        list(get_task(f"faulty.py:{name}").rows([RECORD]))
+
+
+def test_what_verify_returns_has_to_be_a_verdict(faulty):
+    with pytest.raises(TypeError, match=r"returned 1\.0: return OK, WRONG or Verdict"):
+        get_task("faulty.py:Number").verify_all(["Lima"], [{}])
+
+
+def test_a_file_without_a_class_is_answered_with_its_tasks(faulty):
+    with pytest.raises(ConfigError, match=r"^faulty\.py: .* Write faulty\.py:Arguments or faulty\.py:Raises or "):
+        get_task("faulty.py")
+
+
+def test_a_built_in_task_keeps_its_name(faulty, tmp_path):
+    built_in = type(get_task("gsm8k"))
+    (tmp_path / "named.py").write_text(FAULTY.replace('"capitals"', '"gsm8k"'))
+    (tmp_path / "heir.py").write_text("from unmask.tasks import GSM8K\nclass Own(GSM8K): pass")
+    for target in ("named.py:Number", "heir.py:Own"):
+        with pytest.raises(ConfigError, match=r"'gsm8k' is the name of a built-in task.*a name of its own"):
+            get_task(target)
+    assert type(get_task("gsm8k")) is built_in
 
 
 def test_tasks_and_rewards_import_no_torch():

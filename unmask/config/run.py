@@ -39,6 +39,7 @@ OF_RUN = re.compile(r"(stage-\d+/)?checkpoint-\d+|stage-\d+")
 OF_NEW_MODELS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
+TOKENIZER_SIZES = range(259, 1_000_001)  # from the bytes and special tokens to what memory can be reserved for
 LOCK_FILE = ".lock"
 """The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
 
@@ -84,8 +85,8 @@ class ModelConfig(Config):
     @pydantic.field_validator("tokenizer")
     @classmethod
     def _check_tokenizer(cls, value: str | None) -> str | None:
-        if value is not None and value.startswith(TRAIN) and not value.removeprefix(TRAIN).isdecimal():
-            raise ConfigError(f"{value!r} has no size", remedy=f"Give a number of tokens, as in {TRAIN}8000")
+        if value and value.startswith(TRAIN) and not ((size := value.removeprefix(TRAIN)).isdecimal() and int(size) in TOKENIZER_SIZES):
+            raise ConfigError(f"{value!r} has no size from 259 to 1,000,000", remedy=f"Give a number of tokens, as in {TRAIN}8000")
         return value
 
     @property

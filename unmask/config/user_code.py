@@ -21,9 +21,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError, UnmaskError, did_you_mean
 
 FORMS = "Give package.module:NAME or path/to/file.py:NAME"
+PACKAGE = str(Path(__file__).parents[1])
 LOADED = itertools.count()
 """Numbers the modules of files, so that two files of one name do not hide each other."""
 NAMED_FILES: set[str] = set()
@@ -59,6 +60,17 @@ def naming_setting(key: str) -> Iterator[None]:
     except ConfigError as error:
         what = f"{error.where}: {error.what}" if error.where else error.what
         raise ConfigError(what, where=key, remedy=error.remedy) from error
+
+
+@contextlib.contextmanager
+def failing_as(kind: type[UnmaskError], what: str, *, where: str, remedy: str) -> Iterator[None]:
+    """Inside, an exception of user code, `what`, is an error of this kind, with the line. Errors of Unmask pass."""
+    try:
+        yield
+    except UnmaskError:
+        raise
+    except Exception as error:  # user code
+        raise kind(f"{what} raised {type(error).__name__}: {error}{_line_of(error)}", where=where, remedy=remedy) from error
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -99,8 +111,13 @@ def load_named(target: str, fits: Callable[[Any], bool], wanted: str) -> Any:
 
 def _name_like(name: str, module: ModuleType, fits: Callable[[Any], bool]) -> str:
     """The remedy for a name that a module does not define, or not as what is wanted."""
-    own = [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and fits(value)]
+    own = names_in(module, fits)
     return did_you_mean(name, own) if own else FORMS
+
+
+def names_in(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
+    """The names that a module itself defines as what `fits`."""
+    return [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and fits(value)]
 
 
 def load_module(source: str, target: str | None = None) -> ModuleType:
@@ -156,15 +173,15 @@ def _module_of(path: Path, text: bytes) -> ModuleType:
 
 
 def _line_of(error: BaseException) -> str:
-    """Where in the imported file an exception arose. That of a syntax error is in its text."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _imports(frame.filename)]
+    """Where in the user's file an exception arose. That of a syntax error is in its text."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _only_calls(frame.filename)]
     lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
     return f", line {lines[-1]} of {Path(frames[0].filename).name}" if lines else ""
 
 
-def _imports(filename: str) -> bool:
-    """Whether a file only imports others: this one, or Python's own."""
-    return filename in (__file__, importlib.__file__) or filename.startswith("<frozen ")
+def _only_calls(filename: str) -> bool:
+    """Whether a file only imports or calls a user's: those of Unmask, or Python's own."""
+    return filename == importlib.__file__ or filename.startswith((PACKAGE + os.sep, "<frozen "))
 
 
 def _way_out(source: str, error: BaseException) -> str | None:

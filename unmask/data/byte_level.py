@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from unmask.data.characters import SPECIAL
-from unmask.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 NAMES = {name: token for name, token in SPECIAL.items() if name != "unk_token"}  # bytes write every text
-SMALLEST = 256 + len(NAMES)
 READ = 200_000_000
 """Characters that a tokenizer is trained on at most: more would change few of its tokens."""
 
@@ -23,15 +21,13 @@ def train_tokenizer(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     The same texts give the same tokenizer. Encoding prepends <s> unless `add_special_tokens=False`. Decoding restores the text exactly.
     Conversion to a diffusion model adds the mask token.
 
-    Raises:
-        ConfigError: `size` is below 259.
+    Args:
+        texts: read to a limit (`READ`).
+        size: one of `TOKENIZER_SIZES` (config/run.py); the settings refuse others.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    if size < SMALLEST:
-        remedy = f"Use {SMALLEST} or more: the bytes and the special tokens take these"
-        raise ConfigError(f"{size} tokens cannot write every text", where="model.tokenizer", remedy=remedy)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -51,8 +51,8 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
-        cut = " cut the prompt with training.truncate_prompt=true," if excess + bos < len(prompt) else ""
-        remedy = f"Raise max_length as far as the model's context goes (training.max_length={length}),{cut} or drop the row"
+        cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
+        remedy = f"Raise max_length as far as the model's context goes (training.max_length={length}){cut}"
         raise DataError(f"{length} tokens, but a row holds {self.max_length}", remedy=remedy, reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:

@@ -87,12 +87,13 @@ class DataReport:
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
     def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
-        """The rows with this report. Raises DataError if there are no rows, or too many unknown tokens."""
+        """The rows with this report. Raises DataError if there are too many unknown tokens, which may be why rows were left out, or no
+        rows."""
+        self.unknown.check(self.where)
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
             remedy = "Fix the data: training.bad_rows=error ends at the first such row and says what is wrong"
             raise DataError(f"no row is left ({reasons})", where=self.where, remedy=remedy)
-        self.unknown.check(self.where)
         reported = Rows(rows)
         reported.report = self
         return reported

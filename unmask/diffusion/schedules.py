@@ -98,6 +98,9 @@ class Noise:
         return max(1, math.ceil(self.low * self.timesteps - 1e-9)), math.floor(self.high * self.timesteps + 1e-9)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule):
+            remedy = "Use get_schedule, as in get_schedule('cosine')"
+            raise ConfigError(f"{self.schedule!r} is not a schedule", where="schedule", remedy=remedy)
         if not 0 <= self.low <= self.high <= 1:
             what = f"times from {self.low} to {self.high}"
             raise ConfigError(what, where="min_time, max_time", remedy="Use 0 <= min_time <= max_time <= 1")

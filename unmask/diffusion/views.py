@@ -5,7 +5,7 @@ tokens are divided into groups that are noised together: the whole completion in
 block-causal one. The bound is the sum over groups of the bound of each group given the clean groups before it.
 
 Plans read `group_BT`, the group of each maskable token and -1 elsewhere (`unmask.diffusion.log_probs.noise_groups`), and a `Draw` with a
-key for each row. They raise ConfigError if these differ in their numbers of rows.
+key for each row. They raise ConfigError if these differ in their numbers of rows, or no view is asked for.
 
 Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
 """
@@ -113,8 +113,10 @@ class Draw:
         return self.uniform(torch.zeros_like(self.key_B[:, None]), num_views, stream).squeeze(2)
 
 
-def _check(group_BT: Tensor, draw: Draw, number_BT: Tensor | None = None) -> None:
-    """Refuse a draw that is not of as many rows as the groups."""
+def _check(group_BT: Tensor, draw: Draw, number_BT: Tensor | None = None, num_views: int = 1) -> None:
+    """Refuse a draw that is not of as many rows as the groups, and fewer views than one."""
+    if num_views < 1:
+        raise ConfigError(f"{num_views} views", where="num_views", remedy="Give at least 1")
     check_tensors(group_BT=group_BT, key_B=draw.key_B, rows_before_B=draw.rows_before_B, number_BT=number_BT)
 
 
@@ -125,7 +127,7 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int =
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
     """
-    _check(group_BT, draw)
+    _check(group_BT, draw, num_views=num_views)
     time_BMT = noise.time(stratified(draw, group_BT, num_views))
     hidden_BMT = (draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BMT, noise.weight(time_BMT) / num_views)
@@ -170,7 +172,7 @@ def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: fl
 def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tensor | None = None) -> Views:
     """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k (LLaDA, Nie et al. 2025).
     `number_BT` as of `hide`."""
-    _check(group_BT, draw, number_BT)
+    _check(group_BT, draw, number_BT, num_views)
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = 1 + (stratified(draw, group_BT, num_views) * size_B1T).long()
     return _weighted(hide(group_BT, draw, count_BMT, number_BT), size_B1T / count_BMT / num_views)
@@ -211,7 +213,7 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int, number_BT: Tenso
     """
     if num_views == 1:
         return exact_count_views(group_BT, draw, num_views=1, number_BT=number_BT)
-    _check(group_BT, draw, number_BT)
+    _check(group_BT, draw, number_BT, num_views)
     valid_B1T = (group_BT >= 0)[:, None]
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = num_views - 1

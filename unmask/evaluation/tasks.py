@@ -13,6 +13,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from unmask.config.run import SamplerConfig
+from unmask.config.user_code import failing_as
 from unmask.console import Phase, tracked
 from unmask.data.encoding import Prompt, is_ids
 from unmask.diffusion.rng import sequence_key
@@ -132,8 +133,15 @@ def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
-    task.verify_all([""], rows[:1])
+    _verify(task, [""], rows[:1])
     make_requests(lm, [row["prompt"] for row in rows], sampler_for(task, rows, sampler))
+
+
+def _verify(task: Task, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """The verdict on each completion. ConfigError if the task's own code fails."""
+    what = f"{type(task).__name__}.verify"
+    with failing_as(ConfigError, what, where=task.name, remedy="Correct it: it has to accept any text"):
+        return task.verify_all(completions, rows)
 
 
 def check_metrics(task: Task, metrics: Sequence[str], *, has_judge: bool) -> None:
@@ -297,7 +305,7 @@ def _answer(
     prompts = [problem.prompt for problem in problems for _ in range(attempts)]
     keys = [sequence_key(problem.prompt, problem.number * attempts + n) for problem in problems for n in range(attempts)]
     made = generate(lm, prompts, sampler.model_copy(update=UNCOMPARED), keys)
-    verdicts = task.verify_all(made.texts, [problem.row for problem in problems for _ in range(attempts)])
+    verdicts = _verify(task, made.texts, [problem.row for problem in problems for _ in range(attempts)])
     items = []
     for n, problem in enumerate(problems):
         own = slice(n * attempts, (n + 1) * attempts)

@@ -52,21 +52,25 @@ def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tenso
 
     With ELBO estimates on the same masks for policy and reference this is VRPO (Zhu et al. 2025, LLaDA 1.5, eq. 5).
     """
+    check_tensors(margin_P=margin_P)
     return _smoothed(beta * margin_P, label_smoothing)
 
 
 def ipo(margin_P: Tensor, *, beta: float) -> Tensor:
     """(margin - 1 / (2 beta)) ** 2 (Azar et al. 2023, eq. 17). The authors use margins per token."""
+    check_tensors(margin_P=margin_P)
     return (margin_P - 1 / (2 * beta)) ** 2
 
 
 def hinge(margin_P: Tensor, *, beta: float) -> Tensor:
     """max(0, 1 - beta * margin) (SLiC-HF, Zhao et al. 2023; RSO, Liu et al. 2024)."""
+    check_tensors(margin_P=margin_P)
     return torch.relu(1 - beta * margin_P)
 
 
 def simpo(margin_P: Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
     """-log sigmoid(beta * margin - gamma), with margins per token and no reference (Meng et al. 2024, eq. 6)."""
+    check_tensors(margin_P=margin_P)
     return _smoothed(beta * margin_P - gamma, label_smoothing)
 
 

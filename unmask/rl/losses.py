@@ -51,8 +51,7 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         ConfigError: an unknown kind.
     """
     check_tensors(reward_B=reward_B, group_B=group_B)
-    if kind not in get_args(AdvantageKind):
-        raise ConfigError(f"unknown kind {kind!r}", where="kind", remedy=f"Use one of {', '.join(get_args(AdvantageKind))}")
+    _check_kind(kind, AdvantageKind)
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
     groups, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
@@ -81,6 +80,11 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
             weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
         centred_B = weights[0] - weights[1]
     return centred_B.float()
+
+
+def _check_kind(kind: str, known: Any) -> None:
+    if kind not in (kinds := get_args(known)):
+        raise ConfigError(f"unknown kind {kind!r}", where="kind", remedy=f"Use one of {', '.join(kinds)}")
 
 
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
@@ -133,7 +137,12 @@ def kl_divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
 
     k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of the KL. k2 = r^2 / 2.
     k3 = exp(r) - r - 1.
+
+    Raises:
+        ConfigError: an unknown kind.
     """
+    check_tensors(log_ratio=log_ratio)
+    _check_kind(kind, Divergence)
     if kind == "k1":
         constant = log_ratio.detach()
         return -constant - (log_ratio - constant) * (1 - constant)
@@ -152,8 +161,12 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
         learnt_BT: the tokens that are learnt from.
         unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below T; any where not learnt.
         limit: tokens of the longest possible completion.
+
+    Raises:
+        ConfigError: an unknown kind.
     """
     check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
+    _check_kind(kind, Aggregation)
     learnt = learnt_BT.float()
     if kind == "sequence":
         return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
@@ -171,8 +184,10 @@ def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
 
 
 def count_items(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor) -> Tensor:
-    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else the completions."""
+    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else the completions. ConfigError
+    for an unknown kind."""
     check_tensors(learnt_BT=learnt_BT, unit_BT=unit_BT)
+    _check_kind(kind, Aggregation)
     if kind in ("view", "view-constant"):
         return (tokens_per_unit(learnt_BT, unit_BT) > 0).sum()
     return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()

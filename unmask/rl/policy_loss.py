@@ -5,6 +5,8 @@ Shapes: B completions, M views, T positions of the canvas.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
@@ -27,7 +29,11 @@ def policy_views(lm: DiffusionLM, method: Method, rollout: Rollout, draw: Draw) 
         method: of `unmask.rl.methods.get_method`, for the model's attention.
         rollout: the completions.
         draw: the source of randomness, with a key for each completion; `iteration` is the number of the update on this rollout.
+
+    Raises:
+        ConfigError: `method` is a name or a class.
     """
+    _check_method(method)
     check_tensors(ids_BT=rollout.ids_BT, key_B=draw.key_B)
     if lm.autoregressive:
         return weighed(rollout, rollout.completion_BT[:, None], None, method.estimator)
@@ -61,8 +67,9 @@ def policy_loss(
         `total` is the loss, divided by the tokens, completions or views that the method's aggregation counts; the rest is for logs.
 
     Raises:
-        ConfigError: a missing reference, or a method without an aggregation.
+        ConfigError: `method` is a name or a class, or has no aggregation; or a missing reference.
     """
+    _check_method(method)
     tensors = {"log_prob_BMT": log_prob_BMT, "old_BMT": old_BMT, "reference_BMT": reference_BMT}
     check_tensors(ids_BT=rollout.ids_BT, **views.tensors, **tensors, advantage_B=advantage_B, kept_B=kept_B)
     if method.aggregation is None:
@@ -80,6 +87,12 @@ def policy_loss(
     )
     loss = loss_of(method, inputs)
     return loss._replace(total=loss.total / items_of(method, rollout, views, learnt_BT).clamp_min(1))
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, Method):
+        remedy = "Make one of its class, as in get_method('spg')()"
+        raise ConfigError(f"{method!r} is not a method", where="method", remedy=remedy)
 
 
 def loss_inputs(

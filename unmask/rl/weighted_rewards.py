@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from unmask.config.user_code import load_function
+from unmask.config.user_code import load_named
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.redaction import masked_text
@@ -33,7 +33,7 @@ from unmask.rewards.workers import WorkerError
 from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
-from unmask.tasks import Reward, get_rewards
+from unmask.tasks import Reward, Task, get_rewards
 
 RewardFunction = Callable[..., Any]
 BoundCall = Callable[[Arguments, float], list[Any]]
@@ -67,8 +67,18 @@ def reward_functions_named(named: RewardFunction | str, workers: int = 0) -> lis
     if named.startswith("model:"):
         return [RewardModel(named.removeprefix("model:"))]
     if ":" in named:
-        return [WorkerReward(named, workers) if workers else load_function(named)]
+        return [WorkerReward(named, workers) if workers else _load_function(named)]
     return list(get_rewards(named))
+
+
+def _load_function(target: str) -> RewardFunction:
+    """The function that `target` names. Raises ConfigError as `load_named`; for a task, it says how to name its reward functions."""
+    found = load_named(target, lambda each: callable(each) and (not isinstance(each, type) or issubclass(each, Task)), "a function")
+    if isinstance(found, type):
+        name = getattr(found, "name", "NAME")
+        remedy = f"Name it with --task {target}: its rewards are the default, and rewards=[{name}] names them"
+        raise ConfigError("is a task, not a function", where=target, remedy=remedy)
+    return found
 
 
 def distinct(names: Iterable[str]) -> list[str]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from unmask.config.user_code import load_class
-from unmask.errors import ConfigError, did_you_mean
+from unmask.config.user_code import failing_as, load_class, load_module, names_in
+from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
 
@@ -26,6 +26,8 @@ Verify = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
 Component = Callable[[str, Mapping[str, Any]], float | None]
 """Returns the published value of a completion for a row; None if it cannot be verified."""
 
+PARTS = ("prompt", "completion", "group")
+"""The columns of every row."""
 TEST_FRACTION = 0.28
 
 
@@ -88,7 +90,7 @@ class Task(abc.ABC):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" in cls.__dict__:
-            Task._known[cls.name] = cls
+            _register(cls)
 
     @abc.abstractmethod
     def row(self, record: Mapping[str, Any], where: str) -> Row:
@@ -100,13 +102,21 @@ class Task(abc.ABC):
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         """The verdict on each completion. Tasks that run programs override this to verify in parallel."""
-        return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        verdicts = [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        for verdict in verdicts:
+            if not isinstance(verdict, Verdict):
+                raise TypeError(f"verify returned {verdict!r:.80}: return OK, WRONG or Verdict(...) of unmask.rewards.verdict")
+        return verdicts
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records. DataError if a record is malformed or lacks one of `fields`."""
+        """The rows of records. DataError if a record is malformed or lacks one of `fields`, or `row` fails."""
+        method = f"{type(self).__name__}.row"
         for where, record in records:
             require_names(record, self.fields, where)
-            yield self.row(record, where)
+            with failing_as(DataError, method, where=where, remedy=f"Correct the row or {method}, or name what it reads in `fields`"):
+                row = self.row(record, where)
+                require_names(row, PARTS, f"{where}, as {method} returns it")
+            yield row
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
         """At most `count` rows of a split, without a file. ConfigError if the task has no problems of its own."""
@@ -221,14 +231,20 @@ def get_task(name: str) -> Task:
     """The task of this name with default settings, or of the class that `path/to/file.py:NAME` or `package.module:NAME` names.
 
     Raises:
-        ConfigError: it is unknown, with the most similar name; or the class cannot be loaded, or lacks a part of a task.
+        ConfigError: it is unknown, with the most similar name; or the class cannot be loaded or made, lacks a part of a task, or has the
+            name of a built-in one.
     """
     if ":" in name:
         return _load_task(name)
+    if name.endswith(".py"):
+        classes = names_in(load_module(name), _is_task) or ["NAME"]
+        raise ConfigError(
+            "names a file, but no task in it", where=name, remedy=f"Write {' or '.join(f'{name}:{each}' for each in classes)}"
+        )
     if name not in Task._known:
         own = "Name a class of your own as path/to/file.py:NAME"
-        raise ConfigError(f"unknown task {name!r}", remedy=own if name.endswith(".py") else f"{did_you_mean(name, Task._known)} {own}")
-    return Task._known[name]()
+        raise ConfigError(f"unknown task {name!r}", remedy=f"{did_you_mean(name, Task._known)} {own}")
+    return _made(Task._known[name], name)
 
 
 def _load_task(target: str) -> Task:
@@ -237,8 +253,29 @@ def _load_task(target: str) -> Task:
     missing = [*sorted(cls.__abstractmethods__), *(name for name in ("name", "fields", "columns") if not hasattr(cls, name))]
     if missing:
         raise ConfigError(f"{cls.__name__} lacks {', '.join(missing)}", where=target, remedy="Define them (docs/tasks.md has an example)")
+    _register(cls)
+    return _made(cls, target)
+
+
+def _is_task(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Task)
+
+
+def _register(cls: type[Task]) -> None:
+    """Make a class known by its name. Raises ConfigError if a class of Unmask has the name."""
+    known = Task._known.get(cls.name)
+    if known is not None and _is_built_in(known) and not _is_built_in(cls):
+        raise ConfigError(f"{cls.name!r} is the name of a built-in task", where=cls.__name__, remedy="Give it a name of its own")
     Task._known[cls.name] = cls
-    return cls()
+
+
+def _is_built_in(cls: type[Task]) -> bool:
+    return cls.__module__.startswith("unmask.")
+
+
+def _made(cls: type[Task], where: str) -> Task:
+    with failing_as(ConfigError, f"{cls.__name__}()", where=where, remedy="Correct it: a task is made without arguments"):
+        return cls()
 
 
 def as_puzzle(task: Task) -> Puzzle:
