@@ -40,6 +40,10 @@ from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingComman
 PATH_ERRORS = {
     errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
     errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
+    errno.ENOENT: "there is no such file or folder, and none can be made there. Check the path",
+    errno.ENOTDIR: "a part of the path is a file, not a folder. Check the path",
+    errno.EROFS: "the file system is read-only. Choose another path",
+    errno.ENOSPC: "no space is left on the device. Free some, or choose another path",
 }
 """What is said of errors of the system that a path of the user causes."""
 
@@ -61,8 +65,8 @@ class Commands(TyperGroup):
         except OSError as error:
             if error.errno not in PATH_ERRORS or ctx.obj:
                 raise
-            path = str(error.filename)
-            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...')}: {PATH_ERRORS[error.errno]}.", err=True)
+            path = "" if error.filename is None else f"{error.filename}: "  # unknown where a file that is open cannot grow
+            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...: ')}{PATH_ERRORS[error.errno]}.", err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():
