@@ -318,7 +318,7 @@ app.command(epilog="Example: unmask new my-run --kind rewards --model runs/sft/m
 
 @app.command()
 def demo(
-    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
+    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku, countdown, or a Puzzle of your own as file.py:NAME.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="All stages in less than a minute, too small to teach.")] = False,
