@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +18,7 @@ from tests.helpers import REPOSITORY
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.demo import QUICK, STAGES, Demo, DemoSettings, run_demo
-from unmask.errors import TrainingError
+from unmask.errors import ConfigError, TrainingError
 from unmask.evaluation.report.content import Commands, Table
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
@@ -53,9 +54,9 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
     assert all(f"{100 * mean:.1f}% of the problems solved" in said[name][0] for name, mean in zip(names, solved, strict=True))
     assert "46.5% of them with a mistake" in said["sft"][0] and all((REPOSITORY / page).is_file() for _, page in said.values())
 
-    lines = capsys.readouterr().out.splitlines()[-3:]
+    lines = capsys.readouterr().out.splitlines()[-4:]
     commands = [command for block in last.blocks if isinstance(block, Commands) for command, _ in block.lines]
-    assert lines[0] == f"report: {output / 'report.html'}" and lines[2] == f"next:   {commands[0]}"
+    assert lines[0] == f"report: {output / 'report.html'}" and lines[3] == f"next:   {commands[0]}"
     assert f"{solved[-1]:.1%}" in lines[1] and "6 held-out problems" in lines[1]
     assert [shlex.split(command)[1] for command in commands] == ["generate", *names[1:]]
     for command in commands:
@@ -79,8 +80,63 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
         assert evaluation.tasks[0].items == evaluate_task(lm, get_task(task), test_rows).items
 
 
+MIRRORED = """
+from unmask.rewards.verdict import OK, WRONG
+from unmask.tasks import Puzzle, split_of
+
+class Mirrored(Puzzle):
+    name = "mirrored"
+    fields = columns = ("word", "puzzle")
+    alphabet = "abcdefgh="
+    max_completion = 5
+
+    def row(self, record, where):
+        word = record["word"]
+        return {"prompt": f"{word}=", "completion": word[::-1], "group": word, "word": word, "puzzle": None}
+
+    def verify(self, completion, row):
+        return OK if completion == row["word"][::-1] else WRONG
+
+    def draw(self, split, rng):
+        word = "".join(rng.sample("abcdefgh", 4))
+        return self.row({"word": word}, "") if split_of(word) == split else None
+
+    def corrupt(self, row, rng):
+        return row["word"]
+
+class Wide(Mirrored):
+    name = "wide"
+
+    def row(self, record, where):
+        row = super().row(record, where)
+        return row | {"prompt": "=" * 200 + row["prompt"]}
+"""
+"""A task whose answers have fewer tokens than a rollout of Sudoku has steps, and one whose prompts are longer than Sudoku's."""
+
+
+@pytest.mark.parametrize("name", ["Mirrored", pytest.param("Wide", marks=pytest.mark.slow)])
+def test_a_task_of_ones_own_runs_to_the_end(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my tasks.py").write_text(MIRRORED)
+    report = run_demo(task=f"my tasks.py:{name}", output="demo", settings=TINY)
+    assert list(report.entries) == list(STAGES)
+    [commands] = [block.lines for block in report.sections[-1].blocks if isinstance(block, Commands)]
+    *_, (command, _) = commands
+    words = shlex.split(command)
+    assert words[:2] == ["unmask", "grpo"] and words[words.index("--task") + 1] == f"my tasks.py:{name}" and "data.max_rows=64" in words
+
+
+@pytest.mark.parametrize("name", ["alphabet", "max_completion"])
+def test_a_task_that_no_model_can_be_made_for_is_refused_at_once(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(re.sub(rf"    {name} = .*\n", "", MIRRORED))
+    with pytest.raises(ConfigError, match=rf"mine\.py:Mirrored: lacks {name}, "):
+        run_demo(task="mine.py:Mirrored", output="demo", settings=TINY)
+    assert not Path("demo").exists()
+
+
 def test_no_solution_is_both_trained_on_and_tested(tmp_path):
-    demo = Demo(get_task("sudoku"), tmp_path, 0, TINY)
+    demo = Demo("sudoku", tmp_path, 0, TINY)
     assert not {row["group"] for row in demo.train} & {row["group"] for row in demo.test}
     mistakes = sum(row["completion"] != shown["completion"] for row, shown in zip(demo.train, demo.demonstrations, strict=True))
     assert 0.1 < mistakes / TINY.rows < 0.5
@@ -88,7 +144,7 @@ def test_no_solution_is_both_trained_on_and_tested(tmp_path):
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(TrainingError, match=r"not empty.*--overwrite"):
+    with pytest.raises(TrainingError, match=r"not empty\. Choose another, or write into it with --overwrite\.$"):
         run_demo(output=tmp_path, settings=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"

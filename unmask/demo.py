@@ -7,6 +7,7 @@ something to improve (docs/demo.md).
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_model
+from unmask.errors import ConfigError
 from unmask.evaluation.provenance import write_result_of_run
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import (
@@ -52,6 +54,7 @@ from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Puzzle, as_puzzle, get_task
+from unmask.tasks.grids import GridPuzzle
 from unmask.training.memory import peak_memory_bytes
 
 Rows = Sequence[Mapping[str, Any]]
@@ -137,15 +140,28 @@ EXAMPLES = 1000
 
 
 class Demo:
-    """State of the demonstration: the current model and the results so far."""
+    """State of the demonstration: the current model and the results so far.
 
-    def __init__(self, task: Puzzle, output: Path, seed: int, settings: DemoSettings):
-        self.task, self.output, self.seed, self.settings = task, output, seed, settings
+    Args:
+        target: a task, as `get_task` takes it.
+        output: where the models and figures go.
+        seed: of the data, the weights and the training.
+        settings: the sizes.
+
+    Raises:
+        ConfigError: the task is unknown, generates too few problems or none, or lacks what a model is made from.
+    """
+
+    def __init__(self, target: str, output: Path, seed: int, settings: DemoSettings):
+        self.target, self.output, self.seed, self.settings = target, output, seed, settings
+        self.task = task = task_of(target)
         self.train = task.generate("train", settings.rows, seed)
         self.test = task.generate("test", settings.test_rows, seed + 1)
         self.text = answered(task, self.train, settings.text_mistakes, seed)
         self.demonstrations = answered(task, self.train, settings.mistakes, seed + 2)
-        self.lm = small_model(task, settings, seed)
+        self.max_length = max(len(row["prompt"]) for row in (*self.train, *self.test)) + task.max_completion + 1
+        context = max(128, self.max_length)
+        self.lm = character_model(task.alphabet, hidden=settings.hidden, layers=settings.layers, context=context, seed=seed)
         self.runs: list[Run] = []
 
     def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
@@ -158,7 +174,7 @@ class Demo:
             "save_strategy": "no",
             "lr_scheduler_type": "cosine",
             "warmup_steps": min(50, steps // 5),
-            "max_length": max(len(row["prompt"]) for row in self.train) + self.task.max_completion + 1,
+            "max_length": self.max_length,
             "seed": self.seed,
             "use_cpu": True,
             **more,
@@ -214,7 +230,7 @@ class Demo:
             **self.arguments("grpo", self.settings.grpo, learning_rate=5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
             | {"per_device_train_batch_size": 256},
             max_completion_length=self.task.max_completion,
-            steps=6,
+            steps=min(6, self.task.max_completion),
             prompt_mask_rate=0.0,
         )
         GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase).train()
@@ -224,7 +240,7 @@ class Demo:
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
         trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
-        puzzle = row.get("puzzle")  # Sudoku only
+        puzzle = row["puzzle"] if isinstance(self.task, GridPuzzle) else None
         length = len(puzzle) if puzzle else self.task.max_completion
         cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
         if not puzzle:
@@ -238,7 +254,7 @@ class Demo:
                 frames.append([cell if i in new else old for i, (cell, old) in enumerate(zip(cells, frames[-1], strict=True))])
                 revealed.append(new)
         clues = frozenset(i for i, cell in enumerate(puzzle) if cell != "0")
-        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4, clues=clues)
+        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=math.isqrt(length), clues=clues)
 
 
 def run_demo(
@@ -247,12 +263,13 @@ def run_demo(
     """Run the demonstration and write `report.html`, models, figures and examples of data under `output`. Print a short summary.
 
     Raises:
+        ConfigError: the task cannot be demonstrated, or `output` cannot be written to.
         TrainingError: the folder is not empty and `overwrite` is not given.
     """
     output = Path(output)
     check_output_folder(output, overwrite=overwrite)
     settings = settings or DemoSettings()
-    demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
+    demo = Demo(task, output, seed, settings)
     demo.write_data(output / "data")
     phases = [
         phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7 * settings.test_rows / 800))
@@ -314,17 +331,23 @@ def what_next(demo: Demo) -> Section:
 
 def next_commands(demo: Demo) -> list[tuple[str, str]]:
     """Commands that can be given now, each with what it does: on the demo's models and data, into folders beside it."""
-    made, beside, prompt = (shell_line([str(word)]) for word in (demo.output, demo.output.parent, demo.test[0]["prompt"]))
+    words = (demo.output, demo.output.parent, demo.test[0]["prompt"], demo.target)
+    made, beside, prompt, task = (shell_line([str(word)]) for word in words)
     length, short = demo.task.max_completion, "training.max_steps=50"
-    few = f"training.max_completion_length={length} training.max_steps=5"
-    commands = {
-        f"generate {made}/grpo --prompt {prompt} --max-new-tokens {length}": "let the demo's last model answer",
-        f"convert --model {made}/pretrain --data {made}/data/text.jsonl --output {beside}/my-convert {short}": "causal to diffusion",
-        f"sft --model {beside}/my-convert/model --data {made}/data/pairs.jsonl --output {beside}/my-sft {short}": "answers to prompts",
-        f"dpo --model {beside}/my-sft/model --data {made}/data/preferences.jsonl --output {beside}/my-dpo {short}": "preferences",
-        f"grpo --model {beside}/my-dpo/model --task {demo.task.name} --output {beside}/my-grpo {few}": "rewards of a task",
-    }
-    return [(f"unmask {words}", what) for words, what in commands.items()]
+    few = f"data.max_rows={min(EXAMPLES, len(demo.train))} training.max_completion_length={length} training.max_steps=5"
+    return [
+        (f"unmask generate {made}/grpo --prompt {prompt} --max-new-tokens {length}", "let the demo's last model answer"),
+        (
+            f"unmask convert --model {made}/pretrain --data {made}/data/text.jsonl --output {beside}/my-convert {short}",
+            "causal to diffusion",
+        ),
+        (
+            f"unmask sft --model {beside}/my-convert/model --data {made}/data/pairs.jsonl --output {beside}/my-sft {short}",
+            "answers to prompts",
+        ),
+        (f"unmask dpo --model {beside}/my-sft/model --data {made}/data/preferences.jsonl --output {beside}/my-dpo {short}", "preferences"),
+        (f"unmask grpo --model {beside}/my-dpo/model --task {task} --output {beside}/my-grpo {few}", "rewards of a task"),
+    ]
 
 
 def summary(demo: Demo) -> list[str]:
@@ -338,6 +361,15 @@ def summary(demo: Demo) -> list[str]:
         *remark,
         f"next:   {next_commands(demo)[0][0]}",
     ]
+
+
+def task_of(target: str) -> Puzzle:
+    """The task to demonstrate. ConfigError if no model of its characters can be made."""
+    task = as_puzzle(get_task(target))
+    if missing := [name for name in ("alphabet", "max_completion") if not getattr(task, name, None)]:
+        remedy = "Define them (docs/tasks.md has an example)"
+        raise ConfigError(f"lacks {', '.join(missing)}, which the demo's model is made from", where=target, remedy=remedy)
+    return task
 
 
 def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -213,6 +214,18 @@ def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatc
     result = run("sft", "--model", "m", "--output", "o")
     assert result.exit_code == 2
     assert result.stderr == "error: runs/of another: permission denied. Permit reading and writing, or choose another path.\n"
+
+
+@pytest.mark.parametrize("path", [["full/disk"], []])
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.ENOSPC])
+def test_a_path_that_cannot_be_written_is_one_error(code: int, path: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), *path)
+
+    monkeypatch.setattr("unmask.cli.new.check_output_folder", refuse)
+    result = run("new", "mine")
+    assert result.exit_code == 2
+    assert re.fullmatch(rf"error: {'full/disk: ' if path else ''}[a-z][^:]+\.\n", result.stderr)
 
 
 def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

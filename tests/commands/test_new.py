@@ -40,6 +40,12 @@ def written(kind: str, *arguments: str) -> dict:
     return parse_yaml(Path("mine/config.yaml").read_text(), "config.yaml")
 
 
+def made(command: str, *variables: str) -> list[str]:
+    """The words that a command of the Makefile gives to `unmask`."""
+    words = ["make", "-s", "-C", "mine", command, "UNMASK=printf '%s\\n'", *variables]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_config_is_one_of_its_verb(kind, here):
     config = written(kind)
@@ -82,6 +88,25 @@ def test_the_files_that_a_config_and_its_readme_name_are_there(kind, here):
     assert Path("mine", config["data"]["train"]).read_text().splitlines()[0] in readme or kind == "conversion"
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_the_makefile_trains_with_the_verb_of_the_kind(kind, here):
+    written(kind)
+    assert made("train") == [VERB[kind], "--config", "config.yaml"]
+    config = (here / "mine/config.yaml").read_text()
+    stand_in = "runs/tiny-model/model" if kind == "conversion" else "tiny-model"
+    (here / "mine/config.yaml").write_text(config.replace("owner/name", stand_in))
+    assert {"training.use_cpu=true", VERB[kind]} < set(made("train")) and "--config" in made("train")
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_prompt_reaches_the_model_as_it_was_typed(kind, here, monkeypatch):
+    written(kind)
+    prompt = 'say "hi" $HOME $(RUN) `id` \\ it\'s #1'
+    assert prompt in made("generate", f"PROMPT={prompt}")
+    monkeypatch.setenv("PROMPT", prompt)
+    assert prompt in made("generate")
+
+
 def test_the_reward_differs_within_a_group(here):
     config = written("rewards")
     os.chdir("mine")
@@ -95,10 +120,16 @@ def test_a_folder_that_is_in_use_is_refused_and_left_alone(here):
     (here / "mine").mkdir()
     (here / "mine/notes.txt").write_text("mine")
     result = unmask("new", "mine")
-    assert result.exit_code == 2 and "mine: the output folder is not empty. Choose another name." in result.stderr
+    assert result.exit_code == 2 and "mine: the output folder is not empty. Choose another." in result.stderr
     assert [path.name for path in (here / "mine").iterdir()] == ["notes.txt"]
     result = unmask("new", "mine/notes.txt/more")
     assert result.exit_code == 2 and "is a file, not a folder" in result.stderr
+
+
+@pytest.mark.parametrize("model", ["", " "])
+def test_a_model_without_a_name_is_refused(model, here):
+    result = unmask("new", "mine", "--model", model)
+    assert result.exit_code == 2 and "--model: is empty" in result.stderr and not list(here.iterdir())
 
 
 @pytest.mark.parametrize("name", ["a model", "model#1", "it's", "modèle"])
@@ -115,6 +146,7 @@ def test_a_models_folder_is_found_from_the_new_one(name, here):
 
 
 def test_it_says_what_comes_next(here):
+    assert unmask("new", "my run", "--model", "owner/name").stdout.splitlines()[-1].startswith("next: cd 'my run' && make train ")
     result = unmask("new", "mine", "--kind", "rewards")
     assert result.exit_code == 0, (result.output, result.exception)
     assert "mine/rewards.py\n" in result.stdout and result.stdout.endswith("next: cd mine && make train  (README.md has the rest)\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import string
 from pathlib import Path
 from typing import Any, Literal
@@ -402,12 +403,21 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monke
     check_output_folder(tmp_path / "absent")
     check_output_folder(tmp_path)
     kept = write(tmp_path, "kept.txt", "mine")
-    with pytest.raises(TrainingError, match=r"not empty.*--resume.*--overwrite"):
-        check_output_folder(tmp_path)
+    for options, remedy in (
+        ({}, "Choose another"),
+        ({"overwrite": False}, "Choose another, or write into it with --overwrite"),
+        ({"overwrite": False, "resume": False}, "Choose another, or continue with --resume, or write into it with --overwrite"),
+    ):
+        with pytest.raises(TrainingError, match=rf"not empty\. {remedy}\.$"):
+            check_output_folder(tmp_path, **options)
     check_output_folder(tmp_path, overwrite=True)
     check_output_folder(tmp_path, resume=True)
-    with pytest.raises(TrainingError, match="is a file"):
-        check_output_folder(kept, overwrite=True)
+    for beneath in (kept, kept / "a/b"):
+        with pytest.raises(ConfigError, match=r"kept\.txt: is a file, not a folder"):
+            check_output_folder(beneath, overwrite=True)
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match="cannot be written to"):
+        patch.setattr(os, "access", lambda *_: False)
+        check_output_folder(tmp_path / "absent/more")
     monkeypatch.setenv("RANK", "1")
     check_output_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]

@@ -43,6 +43,10 @@ PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure
 PATH_ERRORS = {
     errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
     errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
+    errno.ENOENT: "there is no such file or folder, and none can be made there. Check the path",
+    errno.ENOTDIR: "a part of the path is a file, not a folder. Check the path",
+    errno.EROFS: "the file system is read-only. Choose another path",
+    errno.ENOSPC: "no space is left on the device. Free some, or choose another path",
 }
 """What is said of errors of the system that a path of the user causes."""
 
@@ -66,8 +70,8 @@ class Commands(TyperGroup):
         except OSError as error:
             if error.errno not in PATH_ERRORS or ctx.obj:
                 raise
-            path = str(error.filename)
-            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...')}: {PATH_ERRORS[error.errno]}.", err=True)
+            path = "" if error.filename is None else f"{error.filename}: "  # unknown where a file that is open cannot grow
+            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...: ')}{PATH_ERRORS[error.errno]}.", err=True)
             raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():
@@ -350,7 +354,7 @@ app.command(
 
 @app.command(rich_help_panel=BEGIN)
 def demo(
-    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
+    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku, countdown, or a Puzzle of your own as file.py:NAME.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="All stages in less than a minute, too small to teach.")] = False,

@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 
 import typer
 
-from unmask.config.run import check_output_folder, refuse_existing
+from unmask.config.run import check_output_folder
 from unmask.console import for_stdout
+from unmask.errors import ConfigError
+from unmask.redaction import shell_line
 
 
 def new(
@@ -23,9 +25,9 @@ def new(
     ] = None,
 ) -> None:
     """Write a folder to begin with: a commented config, sample data, a Makefile and a README."""
-    remedy = "Choose another name"
-    check_output_folder(name, remedy=remedy)
-    refuse_existing(name / "README.md", remedy, overwrite=False)
+    if model is not None and not model.strip():
+        raise ConfigError("is empty", where="--model", remedy="Give a folder or the name of a model on the hub, or leave it out")
+    check_output_folder(name)
     from unmask.commands.new.folder import write_templates
 
     write_templates(name, kind, model)
@@ -35,4 +37,4 @@ def new(
         write_tiny_model(name, kind)
     for path in sorted(name.iterdir()):
         typer.echo(for_stdout(f"{path}{'/' * path.is_dir()}"))
-    typer.echo(for_stdout(f"next: cd {name} && make train  (README.md has the rest)"))
+    typer.echo(for_stdout(f"next: cd {shell_line([str(name)])} && make train  (README.md has the rest)"))

@@ -295,26 +295,22 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
     return any(place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output)))) for place in named)
 
 
-def check_output_folder(
-    path: str | Path,
-    *,
-    overwrite: bool = False,
-    resume: bool = False,
-    remedy: str = "Choose another, continue with --resume, or write into it with --overwrite",
-) -> None:
-    """Check that a run may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
+def check_output_folder(path: str | Path, *, overwrite: bool | None = None, resume: bool | None = None) -> None:
+    """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
+    Only the first process looks for files: it may already be writing when the others start.
 
-    Only the first process checks: it may already be writing when the others start. `remedy`: what to do about a folder that is not empty.
+    Args:
+        overwrite, resume: whether the user gives these options; None: the verb has no such option, and the error does not advise it.
 
     Raises:
-        TrainingError: the folder is in use, or `path` is a file.
+        TrainingError: the folder is in use.
+        ConfigError: `path`, or what should hold it, is a file or may not be written to.
     """
-    path = Path(path)
-    if not is_first_process() or not path.exists():
-        return
-    if not path.is_dir():
-        raise TrainingError("is a file, not a folder", where=str(path), remedy="Choose another output folder")
-    if any(inside.name != LOCK_FILE for inside in path.iterdir()) and not (overwrite or resume):
+    _refuse_unwritable(path := Path(path))
+    in_use = is_first_process() and path.exists() and any(inside.name != LOCK_FILE for inside in path.iterdir())
+    if in_use and not (overwrite or resume):
+        ways = {"Choose another": True, "continue with --resume": resume, "write into it with --overwrite": overwrite}
+        remedy = ", or ".join(way for way, given in ways.items() if given is not None)
         raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
 
 
@@ -324,11 +320,16 @@ def refuse_existing(path: Path, remedy: str, *, overwrite: bool) -> None:
         raise ConfigError("is a folder, not a file", where=str(path), remedy="Name a file")
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(path), remedy=remedy)
-    folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if not folder.is_dir():
-        raise ConfigError("is a file, not a folder", where=str(folder), remedy="Choose another output")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError("the folder cannot be written to", where=str(folder), remedy="Permit writing, or choose another output")
+    _refuse_unwritable(path.parent)
+
+
+def _refuse_unwritable(folder: Path) -> None:
+    """Raise ConfigError if the folder, or the nearest one above it that exists, is a file or may not be written to."""
+    nearest = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not nearest.is_dir():
+        raise ConfigError("is a file, not a folder", where=str(nearest), remedy="Choose another output")
+    if not os.access(nearest, os.W_OK):
+        raise ConfigError("the folder cannot be written to", where=str(nearest), remedy="Permit writing, or choose another output")
 
 
 def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any) -> Arguments:

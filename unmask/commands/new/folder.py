@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 TEMPLATES = {"sft": ["chat", "sft"], "preferences": ["chat", "preferences"], "rewards": ["chat", "rewards"], "conversion": ["conversion"]}
-"""The folders of `templates` that each kind consists of."""
+"""The folders of `templates` that each kind consists of. A file that several have is joined from their parts."""
 MODEL_PATH = re.compile(r"^  path: .*$", re.MULTILINE)
 
 
@@ -21,14 +21,17 @@ def write_templates(folder: Path, kind: str, model: str | None) -> None:
         kind: one of `TEMPLATES`.
         model: a folder or a hub name for `model.path` in config.yaml; None: the stand-in stays.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str] = {}
     for part in TEMPLATES[kind]:
         for template in (resources.files("unmask.commands.new") / "templates" / part).iterdir():
             if template.is_file():
-                (folder / template.name).write_bytes(template.read_bytes())
+                before = f"{files[template.name]}\n" if template.name in files else ""
+                files[template.name] = before + template.read_text(encoding="utf-8")
     if model is not None:
-        config = folder / "config.yaml"
-        config.write_text(MODEL_PATH.sub(lambda _: f"  path: {quoted_path(model)}", config.read_text(encoding="utf-8")), encoding="utf-8")
+        files["config.yaml"] = MODEL_PATH.sub(lambda _: f"  path: {quoted_path(model)}", files["config.yaml"])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
 
 def quoted_path(model: str) -> str:
