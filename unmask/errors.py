@@ -104,8 +104,25 @@ NAMES_ELSEWHERE = {
     "lr": "learning_rate",
     "rank": "r",
     "no_cuda": "use_cpu",
+    "loss_type": "aggregation",
+    "scale_rewards": "advantage",
+    "importance_sampling_level": "ratio",
+    "delta": "dual_clip",
+    "mask_truncated_completions": "mask_truncated",
+    "max_prompt_length": "max_length",
+    "generation_batch_size": "rollout_batch_size",
+    "steps_per_generation": "rollout_batch_size",
+    "use_vllm": "rollout",
+    "vllm_server_base_url": "rollout",
+    "ref_model": "reference_model",
+    "block_length": "block_size",
+    "diffusion_steps": "steps",
+    "p_mask_prompt": "prompt_mask_rate",
+    "remasking": "policy",
+    "ref_model_sync_steps": "reference_sync_steps",
+    "ref_model_mixup_alpha": "reference_sync_share",
 }
-"""Unmask's names of settings, by their names in other training loops (docs/switches.md)."""
+"""Unmask's names of settings, by their names in other training loops (docs/switches.md), in TRL and in d1 (docs/migration.md)."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -564,7 +564,6 @@ def test_a_profile_takes_settings_without_their_section(given: list[str], monkey
         ("sft", ["--ouput", "o"], "Did you mean --output?"),
         ("sft", ["--resum"], "Did you mean --resume?"),
         ("sft", ["model=m"], "model (command line): is a section of settings, not the value 'm'. Set model.path, or another of its keys"),
-        ("sft", ["rewards=sudoku"], "rewards (command line): 'sudoku' is not valid. It should be a valid list: [sudoku]."),
         ("sft", ["--text-column", "7"], "7 is not valid. It should be a valid string, in quotes: '\"7\"'."),
         ("sft", ["--xyzzy"], "`unmask config sft` lists all settings"),
         ("sft", ["--block-size", "3"], "--block-size: may be model.block_size or sampler.block_size"),

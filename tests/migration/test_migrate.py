@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def test_an_old_configuration_becomes_one_that_the_verb_accepts(example: Example
     assert called.exit_code == 0 and called.stdout == "", called.output
     assert parse_yaml(out.read_text(), "new") == found.config
     verb = [example.verb, "--config", out, "--print-config"]
-    options = [word for option in found.missing for word in option.partition(" or ")[0].split()]
+    options = [word for option in found.missing for word in shlex.split(option.partition(" or ")[0])]
     printed = unmask(*verb, *options, "training.report_to=none")  # trackers that are absent are refused
     assert printed.exit_code == 0, printed.output
     config = parse_yaml(printed.stdout, "stdout")
@@ -127,6 +128,17 @@ def test_nothing_is_overwritten_unless_asked_for(tmp_path):
     called = unmask("migrate", path, "--output", out)
     assert called.exit_code == 2 and "the file exists" in called.stderr and out.read_text() == "mine"
     assert unmask("migrate", path, "--output", out, "--overwrite").exit_code == 0 and out.read_text() != "mine"
+
+
+def test_a_program_is_refused_with_what_can_be_read(tmp_path):
+    (path,) = write(tmp_path, {"train.py": "args = GRPOConfig(beta=0.1)"})
+    with pytest.raises(ConfigError, match=r"train.py: is a program.*YAML.*docs/migration.md"):
+        migrate([path])
+
+
+def test_a_reward_is_asked_for_where_neither_reward_nor_task_is_named(tmp_path):
+    (path,) = write(tmp_path, {"grpo.yaml": "num_generations: 4\nbeta: 0.1\ndataset_name: prompts.jsonl\n"})
+    assert "'rewards=[FILE.py:FUNCTION]'" in migrate([path], "trl-grpo").missing
 
 
 @pytest.mark.parametrize(

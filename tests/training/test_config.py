@@ -154,3 +154,11 @@ def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path
     done = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", "data.text_column=text", *quick)
     assert done.exit_code == 0, done.output
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
+
+
+def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
+    words = ("GRPOConfig: loss_type, max_prompt_length, colour: no known setting", "loss_type: Did you mean 'aggregation'", "'max_length'")
+    assert all(word in str(refused.value) for word in words)
+    assert DPOConfig(output_dir=str(tmp_path), loss_type="ipo").loss_type == "ipo"

@@ -183,6 +183,7 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     entry = VERBS[verb]
     bound_memory(config.hardware, args.device)
     task = task_of(config)
+    rest |= entry.trainer_arguments(config, task)
     train, held_out = read_data(config, entry, task, args)
     with naming_files(config.data):
         lm = load_or_initialise(config, train, args)
@@ -190,7 +191,6 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
         lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
-    rest |= entry.trainer_arguments(config, task)
     with naming_files(config.data):
         return entry.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 

@@ -227,7 +227,7 @@ class RunConfig(Config):
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
     hardware: HardwareConfig | None = None
     """The hardware that the run is estimated for; recorded, and read by `--dry-run`. Its `max_memory_gb` bounds the run on a GPU."""
-    imports: Annotated[list[str], NEUTRAL] = Field(default_factory=list)
+    imports: Annotated[list[str], BeforeValidator(listed), NEUTRAL] = Field(default_factory=list)
     """Modules, or files, to import first: tasks and methods that they define are found by name. They must not come from a model or data."""
     rewards: Annotated[list[str], BeforeValidator(listed), NEUTRAL] = Field(default_factory=list)
     """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence

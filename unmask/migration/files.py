@@ -53,6 +53,9 @@ def read_old(path: Path) -> OldFile:
     Raises:
         ConfigError: it cannot be read, is malformed, or starts more than one training.
     """
+    if path.suffix == ".py":
+        remedy = "Write its settings as YAML, KEY: VALUE. docs/migration.md has the names for Python"
+        raise ConfigError("is a program, whose settings only Python knows", where=str(path), remedy=remedy)
     text = read_text(path)
     if path.suffix not in MAPPINGS:
         return _from_script(text, path)

@@ -103,6 +103,8 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     missing = [option for key, option in NEEDED.items() if key not in settings]
     if verb is not None and "data.train" not in settings and "data.task" not in settings:
         missing.append("--data FILE or --task NAME")
+    elif verb == "grpo" and "rewards" not in settings and "data.task" not in settings:
+        missing.append("'rewards=[FILE.py:FUNCTION]'")
     return Migration(" and ".join(each.title for each, _ in parts), verb, config, changes, missing)
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from transformers import TrainingArguments
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
-from unmask.errors import ConfigError, UnmaskWarning
+from unmask.errors import ConfigError, UnmaskWarning, did_you_mean
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
@@ -94,6 +94,15 @@ class TrainingConfig(TrainingArguments):
     generates: ClassVar[bool] = False  # whether a step samples completions, too
     answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Refuses unknown settings, all at once, with the names that they have here."""
+        known = {each.name for each in fields(cls) if each.init}
+        if unknown := [name for name in given if name not in known]:
+            remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known)).startswith("Did")]
+            remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
+            raise ConfigError("no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self)
