@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.generation.remote.http import HttpClient
 from unmask.tasks import get_task
 
@@ -21,7 +21,7 @@ from unmask.tasks import get_task
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal model over Sudoku's characters."""
     path = tmp_path_factory.mktemp("models") / "causal"
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(path)
     return path
 
 

@@ -39,8 +39,7 @@ from unmask.config.layers import ADMIN_KEY, read_layers
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
-from unmask.data.characters import character_tokenizer
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model, character_tokenizer
 from unmask.models.load import load
 from unmask.rl.methods import METHODS
 from unmask.serving.app import AppSettings
@@ -121,7 +120,7 @@ def test_every_block_is_fenced_and_names_its_language(page):
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with small models and files at the paths that the pages name."""
     folder = tmp_path_factory.mktemp("docs")
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.chat_template = CHAT_TEMPLATE
     config = lm.config

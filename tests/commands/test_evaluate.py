@@ -18,8 +18,8 @@ from tests.helpers import TWO_PROCESSES, run_all
 from unmask.cli.entry import app
 from unmask.commands import evaluate as commands
 from unmask.config.layers import ACCEPT_UNSANDBOXED
+from unmask.data.characters import character_model
 from unmask.data.problems import pose
-from unmask.demo import DemoSettings, small_model
 from unmask.errors import DataError
 from unmask.evaluation import tasks
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
@@ -50,7 +50,7 @@ main()
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     folder = tmp_path_factory.mktemp("evaluated") / "model"
     lm.bind(lm.model.double()).save(folder)
     return str(folder)
@@ -168,7 +168,7 @@ def test_a_result_of_another_model_cannot_be_rerun(model, tmp_path, monkeypatch)
     shutil.copytree(model, own)
     unmask("evaluate", own, "--task", "sudoku", "--rows", 2, "--output", output)
     before = output.read_bytes()
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 1).save(own)
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=1).save(own)
     monkeypatch.setattr(tasks, "generate", None)  # found before anything is computed
     error = refused("evaluate", "--rerun", output).splitlines()[-1]
     assert error.startswith("error: ") and "of another model than there is now (fingerprint: " in error and output.read_bytes() == before

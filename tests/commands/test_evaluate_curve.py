@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from unmask.cli.entry import app
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.evaluation import tasks
 from unmask.evaluation.comparison import labels
 from unmask.evaluation.curve import AUP, area_under, curve_scores
@@ -23,7 +23,7 @@ from unmask.tasks import get_task
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A bidirectional model over Sudoku's characters."""
     folder = tmp_path_factory.mktemp("curve")
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(folder / "causal")
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(folder / "causal")
     load(folder / "causal", attention="bidirectional").save(folder / "model")
     return str(folder / "model")
 

@@ -19,8 +19,7 @@ from unmask.commands.settings.modes import adapt_recipes
 from unmask.config.layers import RECIPES, read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
-from unmask.data.characters import character_tokenizer
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model, character_tokenizer
 from unmask.tasks import get_task
 
 HARDWARE = sorted(path.stem for path in (RECIPES / "hardware").glob("*.yaml"))
@@ -49,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal model, and a bidirectional one, with a chat template and a long context; and rows of every kind."""
     folder = tmp_path_factory.mktemp("recipes")
     text = "".join(map(chr, range(32, 127))) + "\n"
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer(text)
     tokenizer.chat_template = CHAT_TEMPLATE
     config = lm.config

@@ -16,7 +16,7 @@ from tests.evaluation.harness.local_tasks import TASKS, write_task
 from tests.training.tiny_runs import QUICK
 from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import DataError
 from unmask.evaluation.result_file import read_result
 from unmask.models.load import load
@@ -31,7 +31,7 @@ DIFFUSION = ["--steps", "3", "--policy", "entropy", "--samples", "8"]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal model, a model converted from it (by nothing but its attention), a text, and a task of lm-eval."""
     folder = tmp_path_factory.mktemp("retention")
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     lm.bind(lm.model.double()).save(folder / "causal")
     load(folder / "causal", attention="bidirectional", dtype="float64").save(folder / "converted")
     (folder / "text.txt").write_text("1234\n\n4321\n\n1243\n")

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import DataError
 from unmask.evaluation import file_likelihood
 from unmask.evaluation.file_likelihood import LIKELIHOOD, NATS_PER_TOKEN, Documents
@@ -19,7 +19,7 @@ TEXTS = ["1234", "43", "2", "1234", "4321=12"]
 
 
 def causal_model():
-    return small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    return character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
 
 
 CAUSAL = causal_model()

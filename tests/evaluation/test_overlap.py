@@ -11,8 +11,8 @@ from rouge_score import rouge_scorer
 
 from tests.evaluation.test_tasks import written
 from unmask.config.run import SamplerConfig
+from unmask.data.characters import character_model
 from unmask.data.problems import read_problems
-from unmask.demo import DemoSettings, small_model
 from unmask.evaluation import tasks
 from unmask.evaluation.statistics import Interval
 from unmask.evaluation.tasks import evaluate_task
@@ -22,7 +22,7 @@ from unmask.tasks import get_task
 TEXTS = ["the cat sat", "A dog barked at the old grey postman.", "rain fell all night on the roof", ""]
 REFERENCES = ["the cat sat on the mat", "The dog barked at the postman all day.", "rain fell all night on the roof", "nothing at all"]
 GROUPS = ["a", "b", "b", "c"]
-TOKENIZER = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).tokenizer
+TOKENIZER = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).tokenizer
 
 
 def overlap(metrics: list[str], texts: list[str], references: list[str], groups: list[str]) -> dict[str, Interval]:
@@ -66,7 +66,7 @@ def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     task, path = get_task("text"), tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Text {n}:", "completion": text}) + "\n" for n, text in enumerate(REFERENCES)))
     rows = read_problems(task, str(path), None, split="test")
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     texts = [f"so: <answer>{TEXTS[0]}</answer>", *TEXTS[1:]]
     monkeypatch.setattr(tasks, "generate", lambda *_: written(texts))
     result = evaluate_task(lm, task, rows, SamplerConfig(), ["rouge", "bleu"])

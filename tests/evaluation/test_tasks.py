@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.config.run import SamplerConfig
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation import tasks
 from unmask.evaluation.result_file import Item
@@ -23,7 +23,7 @@ from unmask.tasks import get_task
 
 TASK = get_task("sudoku")
 ROWS = TASK.generate("test", 12, 0)
-LM = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+LM = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0)
 
 
 def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
@@ -117,7 +117,7 @@ def test_unseen_solutions_are_reported_separately():
     [(["sudoku"], True), (["sudoku", "sudoku"], True), (["sudoku", "pairs.jsonl"], False), (["sudoku", None], False), ([], False)],
 )
 def test_only_a_model_whose_history_is_all_of_the_task_knows_what_it_has_not_seen(data, knows):
-    lm = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0)
     setattr(lm.config, HISTORY_KEY, [{"verb": "sft", "data": name} for name in data])
     assert evaluate_task(lm, TASK, ROWS[:2]).knows_split == knows
 
@@ -137,7 +137,7 @@ DRAWN = SamplerConfig(max_new_tokens=4, temperature=1.0, seed=3)
 
 
 def float64_model():
-    lm = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(TASK.alphabet, hidden=16, layers=1, context=128, seed=0)
     return lm.bind(lm.model.double())
 
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from tests import toy
 from unmask.cli import app
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.evaluation import diversity, overlap
 from unmask.evaluation.result_file import read_result
@@ -59,7 +59,7 @@ def test_a_missing_library_is_named(metric, library, monkeypatch):
 
 
 def test_the_command_line_measures_every_metric(tmp_path):
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(tmp_path / "model")
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}2", "completion": "1 2"}) + "\n" for n in range(1, 4)))
     command = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--task", "text", "--max-new-tokens", "4"]
     command += ["--output", str(tmp_path / "out.json")]

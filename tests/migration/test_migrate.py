@@ -14,7 +14,7 @@ from tests.training.tiny_runs import unmask
 from unmask.commands.verbs import VERBS
 from unmask.config.run import RunConfig
 from unmask.config.yaml import parse_yaml
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
 from unmask.migration.migrate import TRAINING_ARGUMENTS, migrate
@@ -261,7 +261,7 @@ def test_a_migrated_conversion_trains(name: str, tmp_path):
     found = migrate(write(tmp_path, EXAMPLES[name].files))
     (tmp_path / "new.yaml").write_text(found.to_yaml())
     model = tmp_path / "causal"
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(model)
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(model)
     (tmp_path / "rows.jsonl").write_text('{"content": "12341234", "Text": "43214321"}\n' * 64)
     given = ["--config", tmp_path / "new.yaml", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
     machine = ["model.device=cpu", "training.use_cpu=true", "training.torch_compile=false", "training.flash_attention=false"]

@@ -15,7 +15,7 @@ import torch
 from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, tiny, weights
 from unmask.config.run import SamplerConfig
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -366,7 +366,7 @@ def test_held_out_prompts_are_answered_greedily(tmp_path):
 
 def test_the_name_of_a_task_is_a_reward(tmp_path):
     task = get_task("sudoku")
-    lm = small_model(task, DemoSettings(hidden=32, layers=1), 0)
+    lm = character_model(task.alphabet, hidden=32, layers=1, context=128, seed=0)
     shared = settings(tmp_path, num_generations=2, max_completion_length=task.max_completion, max_steps=1)
     trainer = GRPOTrainer(lm, ["sudoku", share_of_a], GRPOConfig(**shared), task.generate("train", 4, 0))
     trainer.train()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.training.tiny_runs import PAIRS, equal, make, ranks, stock, tiny, weights
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
@@ -127,7 +127,7 @@ def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
 
 
 def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
-    small_model(get_task("sudoku"), DemoSettings(hidden=32, layers=1), 0).save(tmp_path / "other")
+    character_model(get_task("sudoku").alphabet, hidden=32, layers=1, context=128, seed=0).save(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"reference_model .*other: its vocabulary has \d+ tokens, the policy's \d+\. Give a model of"):
         make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="reference_model: needs beta"):

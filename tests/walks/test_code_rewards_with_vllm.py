@@ -18,8 +18,7 @@ from tests.generation.remote.stub_servers import FakeVLLM, serving
 from tests.helpers import REPOSITORY, require_ocaml
 from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
 from unmask.config.yaml import parse_yaml
-from unmask.data.characters import character_tokenizer
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model, character_tokenizer
 from unmask.models.load import load
 from unmask.rl.config import GRPOConfig
 from unmask.tasks import get_task
@@ -53,7 +52,7 @@ use_cpu: false
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A causal model of characters with a chat template, and problems in OCaml."""
     folder = tmp_path_factory.mktemp("walk")
-    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    lm = character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0)
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     tokenizer.chat_template = CHAT_TEMPLATE
     config = lm.config

@@ -15,7 +15,7 @@ import unmask as package
 from tests.helpers import REPOSITORY, run_all
 from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, tiny, unmask
 from unmask.config.yaml import parse_yaml
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.rl.methods import METHODS, register
 from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighed
@@ -27,7 +27,7 @@ HERE = [*SMALL, "training.use_cpu=true", "training.logging_steps=1", "training.s
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("grpo") / "model"
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
+    character_model(get_task("sudoku").alphabet, hidden=16, layers=1, context=128, seed=0).save(path)
     return path
 
 
