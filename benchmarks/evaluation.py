@@ -17,7 +17,8 @@ import torch
 import unmask
 from benchmarks.harness import report, timed
 from unmask.config.run import SamplerConfig
-from unmask.demo import DemoSettings, small_model
+from unmask.data.characters import character_model
+from unmask.demo import DemoSettings
 from unmask.evaluation.tasks import evaluate_task
 from unmask.generation import naive
 from unmask.models.diffusion_lm import DiffusionLM
@@ -29,7 +30,7 @@ BATCH = 64
 
 
 def random_model(task: Puzzle, dtype: torch.dtype) -> DiffusionLM:
-    lm = small_model(task, DemoSettings(), 0)
+    lm = character_model(task.alphabet, hidden=DemoSettings.hidden, layers=DemoSettings.layers, context=128, seed=0)
     return make_diffusion(lm.model.to(dtype), lm.tokenizer, attention="bidirectional", logit_shift=False)
 
 

@@ -45,7 +45,6 @@ from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.generation.sampler import generate
-from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
 from unmask.redaction import shell_line
@@ -376,8 +375,3 @@ def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
     """The rows with demonstrated answers, of which the fraction `mistakes` is wrong."""
     rng = random.Random(seed)
     return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]
-
-
-def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:
-    """A small causal Llama with random weights, whose tokens are the task's characters."""
-    return character_model(task.alphabet, hidden=settings.hidden, layers=settings.layers, context=128, seed=seed)

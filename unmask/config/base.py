@@ -82,9 +82,7 @@ def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     kinds = {one["type"] for one in errors}
     if kinds == {"model_type"}:
         return valued_section(found, where, where.rpartition(".")[2])
-    example = f": [{found}]" if "list_type" in kinds and isinstance(value, str) else ""
-    if kinds == {"string_type"} and isinstance(value, int | float):
-        example = f", in quotes: '\"{value}\"'"
+    example = f", in quotes: '\"{value}\"'" if kinds == {"string_type"} and isinstance(value, int | float) else ""
     return ConfigError(f"{found!r} is not valid", where=where, remedy=f"It should be {wanted}{example}")
 
 

@@ -296,11 +296,10 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
 
 
 def check_output_folder(path: str | Path, *, overwrite: bool | None = None, resume: bool | None = None) -> None:
-    """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
-    Only the first process looks for files: it may already be writing when the others start.
+    """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Only the first process looks for files.
 
     Args:
-        overwrite, resume: whether the user gives these options; None: the verb has no such option, and the error does not advise it.
+        overwrite, resume: whether the user gives these options; None: the verb has none, and the error does not advise it.
 
     Raises:
         TrainingError: the folder is in use.
