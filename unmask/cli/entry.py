@@ -318,7 +318,9 @@ def runs(
         for run in found:
             typer.echo(json.dumps(run))
         return
-    show_table(as_rows(found), title=f"{len(found)} runs", head=["folder", "verb", "state", "step", "last metric"])
+    show_table(
+        as_rows(found), title="1 run" if len(found) == 1 else f"{len(found)} runs", head=["folder", "verb", "state", "step", "last metric"]
+    )
     for run in found:
         if run["command"]:
             typer.echo(run["command"])

@@ -14,6 +14,7 @@ from typing import Any
 from unmask.artifacts import MetricsLog, read_file
 from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.models.model_files import RUN_MANIFEST
+from unmask.training.checkpoints import checkpoints, step_of
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN, last_loss
@@ -65,7 +66,9 @@ def _describe(path: Path) -> dict[str, Any] | None:
         "folder": str(folder),
         "verb": verb,
         "state": state,
-        "step": max((line["step"] for line in lines if _is_number(line.get("step"))), default=0),
+        "step": max(
+            [line["step"] for line in lines if _is_number(line.get("step"))] + [step_of(path) for path in checkpoints(folder)], default=0
+        ),
         "steps": manifest.get("steps"),
         "metrics": metrics,
         **({"error": manifest.get("error")} if state == "failed" else {}),

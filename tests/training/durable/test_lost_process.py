@@ -27,7 +27,9 @@ PROGRAMS = {"ddp": ["-m", "unmask"], "fsdp": [str(REPOSITORY / "tests" / "traini
 SHARDED = ["training.fsdp=true", 'training.fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}']
 SAVING = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=3", "training.max_steps=24"]
 ENDS_WITHIN = 60.0
-REPORT = re.compile(r"^error: launcher: .*another process of this run.*(?:Resume|Start again) with: python -m unmask (.*) \(and the same ")
+REPORT = re.compile(
+    r"^error: launcher: .*another process of this run.*(?:Resume|Start again) with: torchrun --nproc-per-node 2 -m unmask (.*?)\.?$", re.M
+)
 
 
 WAITING = """
@@ -76,8 +78,9 @@ def test_processes_that_wait_end_with_one_error_when_one_is_killed(begun, ended_
     errors = "".join(process.communicate(timeout=30)[1] for process in others)
     assert [process.returncode for process in others] == [2, 2]
     patience = "60.0" if ended_by_launcher else "0.0"
-    go_on = f"Resume with: python -m unmask {patience} sft --resume" if begun else f"Start again with: python -m unmask {patience} sft"
-    assert errors == f"error: launcher: another process of this run has ended. {go_on} (and the same launcher).\n"
+    line = f"torchrun --nproc-per-node 3 -m unmask {patience} sft"
+    go_on = f"Resume with: {line} --resume" if begun else f"Start again with: {line}"
+    assert errors == f"error: launcher: another process of this run has ended. {go_on}.\n"
 
 
 def test_sigterm_alone_ends_a_process_as_ever(waiting):

@@ -71,6 +71,7 @@ def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, co
         stopped = unmask(*command(verb, model, tmp_path / "run", *more))
     assert stopped.exit_code == code, stopped.output
     assert "Resume with: " in stopped.output and "Traceback" not in stopped.output
+    assert (" of stage-1, checkpoint saved" in stopped.output) == (verb == "convert")
     assert (tmp_path / "run" / checkpoint / "optimizer.pt").is_file() and not (tmp_path / "run" / "model").exists()
     resumed = unmask(*command(verb, model, tmp_path / "run", *more), "--resume")
     assert resumed.exit_code == 0, resumed.output
@@ -88,8 +89,9 @@ def test_a_second_ctrl_c_ends_at_once(model, tmp_path, interrupt):
 
 def test_a_repeated_sigterm_changes_nothing(model, tmp_path, interrupt):
     interrupt(DiffusionTrainer, "training_step", 2, signal.SIGTERM, signal.SIGTERM)
-    assert unmask(*command("sft", model, tmp_path / "run")).exit_code == 75
+    assert unmask(*command("sft", model, tmp_path / "run", "training.logging_steps=2")).exit_code == 75
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
+    assert "1 run " in (listed := unmask("runs", tmp_path / "run").output) and "3 of 6" in listed
 
 
 def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt):
@@ -152,7 +154,7 @@ def test_the_command_to_go_on_is_that_of_the_run():
         arguments = ["sft", "--model", "a b", "--output", "out", *more, "training.hub_token=hf_x", "training.max_steps=3"]
         assert resume_command(["/bin/python3", "/bin/unmask", *arguments]) == f"unmask {same}"
         assert resume_command(["/unmask/bin/python3", "-u", "-m", "unmask", *arguments]) == f"python -m unmask {same}"
-        assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc_per_node=2 -m unmask {same}"
+        assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc-per-node 2 -m unmask {same}"
 
 
 def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_path, interrupt, monkeypatch):
@@ -190,7 +192,7 @@ def test_two_processes_stop_after_the_same_step(number, model, tmp_path):
         process.send_signal(number)
         _, errors = process.communicate(timeout=120)
     assert process.returncode != 0
-    assert re.search(r"Resume with: python -m unmask sft .* --resume \(and the same launcher\)", errors), errors
+    assert re.search(r"Resume with: torchrun --nproc-per-node 2 -m unmask sft .* --resume\n", errors), errors
     (checkpoint,) = output.glob("checkpoint-*")
     assert {path.name for path in checkpoint.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
 

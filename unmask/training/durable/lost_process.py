@@ -61,13 +61,17 @@ def _runs(process: psutil.Process) -> bool:
 
 def lost_process(output: Path, what: str = "another process of this run has ended") -> LostProcessError:
     """The error for a run in this folder."""
-    return LostProcessError(what, where="launcher", remedy=f"{go_on(output, begun=True)} (and the same launcher)")
+    return LostProcessError(what, where="launcher", remedy=go_on(output, begun=True))
 
 
 def go_on(output: Path, *, begun: bool) -> str:
     """How to go on with a run, as a sentence. `begun`: whether the files in its folder, if there are any, are its own."""
     begun = begun and output.is_dir() and any(path.name != LOCK_FILE for path in output.iterdir())
-    return f"Resume with: {resume_command(started_by())}" if begun else f"Start again with: {command(started_by())}"
+    processes = _others(os.environ) + 1
+    whole = os.environ.get("WORLD_SIZE", "1") == str(processes)  # else on several machines
+    line, together = started_by(), processes if whole else 1
+    how = f"Resume with: {resume_command(line, together)}" if begun else f"Start again with: {command(line, together)}"
+    return how if whole else f"{how} (and the same launcher)"
 
 
 @contextlib.contextmanager
@@ -133,6 +137,6 @@ def command(argv: Sequence[str], processes: int = 1) -> str:
     argv = argv[len(set_before) :]
     start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
     program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
-    launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
+    launched = f"torchrun --nproc-per-node {processes} -m unmask" if processes > 1 else program
     variables = "".join(f"{name}={shell_line([masked_argument(f'{name}={value}').partition('=')[2]])} " for name, _, value in set_before)
     return f"{variables}{launched} {shell_line(masked_words(argv[start + 1 :]))}"

@@ -92,7 +92,8 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreed:
-            raise self._stopped(f"after step {state.global_step}, checkpoint saved")
+            stage = "" if Path(args.output_dir) == self.output else f" of {Path(args.output_dir).name}"
+            raise self._stopped(f"after step {state.global_step}{stage}, checkpoint saved")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = False
@@ -112,7 +113,6 @@ class StopOnSignal(TrainerCallback):
         assert self._received is not None
         saved = self._owns_checkpoints and any(map(checkpoints, [self.output, *self.output.glob("stage-*")]))
         found = "" if saved else "There is no checkpoint yet. "
-        launched = " (and the same launcher)" if "LOCAL_RANK" in os.environ else ""
-        remedy = found + go_on(self.output, begun=self._owns_checkpoints or not self._overwrites) + launched
+        remedy = found + go_on(self.output, begun=self._owns_checkpoints or not self._overwrites)
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
         return RunStopped(f"stopped by {self._received.name} {how}. {remedy}", code=code)
