@@ -100,7 +100,7 @@ def test_the_folder_of_a_run_stands_for_the_model_in_it(model, tmp_path):
     assert_refused(refused, "unfinished: is the folder of a run that has not saved its model. Finish it with --resume")
     assert load(run).settings == load(model).settings and initialise(run, seed=0).tokenizer.get_vocab()
     assert Blueprint.read(ModelConfig(path=str(run))).config.hidden_size == load(model).config.hidden_size
-    for verb in (["inspect", run, "--hardware", "cpu"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):
+    for verb in (["inspect", run, "--hardware", "h100-80gb"], ["generate", run, "--prompt", "1=", "--max-new-tokens", "4"]):
         result = unmask(*verb)
         assert result.exit_code == 0, (result.output, result.exception)
     (run / "manifest.json").write_text('{"state": "finished"}')

@@ -628,11 +628,6 @@ def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
     assert resumed.state.global_step == 8
 
 
-def test_a_run_of_fewer_rollouts_without_any_score_fails_too(tmp_path):
-    with pytest.raises(TrainingError, match=r"^rewards: no completion of the last rollout has a reward"):
-        run(tmp_path, lambda completions, **_: [None] * len(completions), max_steps=1)
-
-
 @pytest.mark.parametrize(("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)])
 def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops):
     def sometimes(completions, trainer_state, **_):

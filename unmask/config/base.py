@@ -70,7 +70,7 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
     return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
 
 
-OPTIONS = {"model": "--model PATH_OR_ID", "model.path": "--model PATH_OR_ID", "output_dir": "--output FOLDER"}
+OPTIONS = {"model": "--model PATH_OR_ID", "model.path": "--model PATH_OR_ID", "output_dir": "--output DIR"}
 """The options of training verbs that set what is required."""
 
 

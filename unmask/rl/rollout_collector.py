@@ -148,13 +148,10 @@ class RolloutCollector:
         return rewarded
 
     def require_scores(self, rewarded: RewardedCompletions) -> None:
-        """TrainingError after `max_unscored_rollouts` rollouts in a row, or all of a shorter run, in which no completion on any process has
-        a reward."""
+        """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process has a reward."""
         self._unscored = 0 if any(gather_object([not all(map(math.isnan, rewarded.total_B.tolist()))])) else self._unscored + 1
-        rollouts = math.ceil(self.trainer.state.max_steps / self.args.num_iterations)
-        if self._unscored and self._unscored == min(self.args.max_unscored_rollouts, rollouts):
-            last = f"last {self._unscored} rollouts" if self._unscored > 1 else "last rollout"
-            what = f"no completion of the {last} has a reward, so nothing is learnt"
+        if self._unscored and self._unscored == self.args.max_unscored_rollouts:
+            what = f"no completion of the last {self._unscored} rollouts has a reward, so nothing is learnt"
             remedy = "See the warnings about reward functions, fix them, and go on with --resume; or set training.max_unscored_rollouts"
             raise TrainingError(what, where="rewards", remedy=remedy)
 
