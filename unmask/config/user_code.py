@@ -152,9 +152,9 @@ def error_of_named_code(error: BaseException) -> ConfigError | None:
 
 
 def _named(module: ModuleType) -> ModuleType:
-    """The module, whose file is noted unless it is one of Unmask's."""
+    """The module, whose file, if it has one, is noted unless it is one of Unmask's."""
     if module.__name__.partition(".")[0] != __name__.partition(".")[0]:
-        NAMED_FILES.add(str(module.__file__))
+        NAMED_FILES.add(str(getattr(module, "__file__", None)))
     return module
 
 
