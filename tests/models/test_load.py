@@ -226,6 +226,12 @@ def test_new_weights_depend_on_the_seed_alone(stock):
         initialise(stock / "nowhere", seed=0)
 
 
+def test_a_name_that_is_no_folder_is_said_to_be_none(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"):
+        load("runs/sfft")
+
+
 # What is wrong with a folder, and how the error begins.
 BROKEN = {
     "no folder": (lambda path: [file.unlink() for file in path.iterdir()], "cannot load a model config"),
