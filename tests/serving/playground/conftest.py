@@ -46,7 +46,7 @@ def context(chromium: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, address: str) -> Iterator[Page]:
-    """The playground, opened, in the mode for completions. Whatever the page's content security policy stops, or its script throws, fails the test."""
+    """The playground in the mode for completions. Whatever its content security policy stops, or its script throws, fails the test."""
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
