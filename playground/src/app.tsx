@@ -27,6 +27,7 @@ export function App() {
   const [question, setQuestion] = useState("");
   const [colour, setColour] = useState<Colour>("probability");
   const [news, setNews] = useState("");
+  const chosen = useRef(location.hash.length > 1); // a mode: by a link, or by hand
   const { runs, running, start, cancel, clear } = useRuns();
   const length = Math.max(0, ...runs.map((run) => run.recording?.length ?? 0));
   const player = usePlayer(length, running);
@@ -38,6 +39,8 @@ export function App() {
       (found) => {
         setModels(found);
         setProblem("");
+        if (!chosen.current && found[0]?.diffusion.chat) setSetup((now) => ({ ...now, mode: "chat" }));
+        chosen.current = true;
       },
       (error) => {
         if (controller.signal.aborted) return;
@@ -101,6 +104,7 @@ export function App() {
     setQuestion("");
     clear();
     setProblem("");
+    chosen.current = true;
     setSetup({ ...setup, mode });
   };
 

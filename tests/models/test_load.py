@@ -234,6 +234,13 @@ def test_a_path_in_a_folder_that_exists_is_not_looked_up_on_the_hub(tmp_path, mo
             load(path)
 
 
+def test_a_name_that_is_no_folder_is_said_to_be_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"):
+        load("runs/sfft")
+
+
 # What is wrong with a folder, and how the error begins.
 BROKEN = {
     "no folder": (lambda path: [file.unlink() for file in path.iterdir()], "cannot load a model config"),

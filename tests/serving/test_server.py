@@ -19,10 +19,10 @@ from tests.serving.commands import command
 from tests.serving.models import make_model, model
 from tests.serving.servers import connect, http_get, http_post, served
 from unmask.cli import app
-from unmask.cli.serve import keys_of, name_of
+from unmask.cli.serve import announce, keys_of, name_of
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
-from unmask.serving.app import AppSettings, make_app
+from unmask.serving.app import PLAYGROUND, AppSettings, make_app
 from unmask.serving.middleware import LOOPBACK
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import make_server, open_port
@@ -212,6 +212,15 @@ def test_an_address_in_use_is_refused() -> None:
         first.listen()
         with pytest.raises(ConfigError, match=r"cannot be bound.*Choose another --host or --port"):
             open_port("127.0.0.1", first.getsockname()[1])
+
+
+def test_what_is_served_is_said_with_the_address_for_clients_and_browsers(capsys: pytest.CaptureFixture[str]) -> None:
+    with open_port("127.0.0.1", 0) as listener:
+        announce(listener, 0, "A model is served as m")
+    first, second = capsys.readouterr().out.splitlines()
+    address = first.removeprefix("A model is served as m at ")
+    page = f"; in a browser: {address}" * (PLAYGROUND / "index.html").is_file()
+    assert address.startswith("http://127.0.0.1:") and second == f"next: for OpenAI's clients base_url={address}/v1{page}"
 
 
 def test_without_its_libraries_the_server_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,14 @@ def show_scores(scores: TaskScores, title: str, tokens_per_second: float | None)
     from unmask.evaluation.curve import SPEEDS
 
     figures = {name: metric.shown(name) for name, metric in scores.metrics.items() if name not in SPEEDS}
-    figures |= {name: f"{count:,}" for name, count in scores.statuses.items()}
+    figures |= {f"items: {name}": f"{count:,}" for name, count in scores.statuses.items()}
     if scores.task == "likelihood":
         figures |= {name: str(scores.protocol[name]) for name in ("estimator", "documents", "tokens")}
     elif scores.total("passes"):
         figures |= {f"{name} per item": f"{scores.total(name) / len(scores.items):,.4g}" for name in ("tokens", "steps", "passes")}
         figures["tokens per second"] = "unknown" if tokens_per_second is None else f"{tokens_per_second:,.4g}"
+    elif scores.protocol.get("log_likelihoods_are_lower_bounds"):
+        figures["likelihoods"] = f"lower bounds, of {scores.protocol['samples']} views"
     show_table(figures.items(), title=title)
 
 

@@ -98,11 +98,15 @@ def place_workers(workers: int | None, devices: str | None, model: ModelConfig, 
 
 
 def announce(listener: socket.socket, workers: int, what: str) -> None:
-    """Say what is served, and where."""
+    """Say what is served, and where; the address is the last word of the first line."""
+    from unmask.serving.app import PLAYGROUND
+
     address = listener.getsockname()
     place = f"[{address[0]}]" if ":" in address[0] else address[0]
     by = f" by {workers} workers" if workers else ""
-    typer.echo(f"{what}{by} at http://{place}:{address[1]}")
+    url = f"http://{place}:{address[1]}"
+    page = f"; in a browser: {url}" if (PLAYGROUND / "index.html").is_file() else ""
+    typer.echo(f"{what}{by} at {url}\nnext: for OpenAI's clients base_url={url}/v1{page}")
 
 
 def show_requests() -> None:

@@ -88,7 +88,8 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
     for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
         if not any(hidden):
-            raise GenerationError("has no mask token", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
+            remedy = f"Write {lm.tokenizer.mask_token} for every token to fill in, or <gap> for a gap with length='auto' (--max-gap N)"
+            raise GenerationError("has no mask token", where=where, remedy=remedy)
         if lm.context_length is not None and len(ids) > lm.context_length:
             raise GenerationError(f"{len(ids)} tokens exceed the context of {lm.context_length}", where=where, remedy="Shorten the text")
         check_ids(lm, ids, where)

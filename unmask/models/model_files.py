@@ -71,7 +71,8 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
     if (folder / RUN_MANIFEST).is_file() and not (folder / CONFIG_NAME).exists():
         remedy = "Finish it with --resume, or name another model"
         raise ModelError("is the folder of a run that has not saved its model", where=where, remedy=remedy)
-    with reading("cannot load a model config", where, "Give a model folder or a hub id"):
+    absent = "" if folder.exists() else "there is no such folder; as a hub id: "
+    with reading(f"{absent}cannot load a model config", where, "Give a model folder or a hub id"):
         refuse_irregular(folder)
         published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
         if not isinstance(published, dict):

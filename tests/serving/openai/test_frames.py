@@ -83,6 +83,7 @@ def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
     canvas, text, last, _ = replayed(chunks)
     [expected] = unmask.infill(lm, [asked["text"]], SamplerConfig(temperature=1.0, seed=2)).texts
     assert "".join(canvas[1:]) == text == last["text"] == expected
+    assert last["tokens_per_pass"] == 3 / last["forward_passes"]  # what was given is not counted
 
 
 @pytest.mark.parametrize("stops", [True, False])

@@ -46,12 +46,13 @@ def context(chromium: Browser) -> Iterator[BrowserContext]:
 
 @pytest.fixture
 def page(context: BrowserContext, address: str) -> Iterator[Page]:
-    """The playground, just opened. Whatever the page's content security policy stops, or its script throws, fails the test."""
+    """The playground in the mode for completions. Whatever its content security policy stops, or its script throws, fails the test."""
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     page.goto(address)
+    page.get_by_role("button", name="Completion").click()
     yield page
     answers = ("status of 400", "status of 401")  # Chromium reports answers that a test asks for
     assert not [problem for problem in problems if not any(answer in problem for answer in answers)]

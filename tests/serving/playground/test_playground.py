@@ -165,6 +165,16 @@ def test_a_link_brings_the_setup_back(page: Page, sent: list[dict]) -> None:
     assert sent[0]["diffusion"] == {"stream": "frames", "threshold": 0.9}
 
 
+def test_a_model_with_a_chat_template_is_talked_to_first(page: Page) -> None:
+    page.reload()
+    expect(page.get_by_label("Message")).to_be_visible()
+    page.get_by_role("button", name="Completion").click()
+    complete(page)
+    page.get_by_role("button", name="Share link").click()
+    page.reload()  # a link has its own mode
+    expect(page.get_by_label("Prompt")).to_be_visible()
+
+
 def test_a_conversation_has_turns(page: Page, sent: list[dict]) -> None:
     page.get_by_role("button", name="Chat").click()
     page.get_by_label("Tokens", exact=True).fill("8")
@@ -204,6 +214,7 @@ def test_a_key_is_kept_for_the_tab_and_is_in_no_link(page: Page) -> None:
     expect(page.get_by_role("alert")).to_contain_text("the API key is wrong or missing")
     page.get_by_label("Key of this server").fill("secret-key")
     page.get_by_role("button", name="Save").click()
+    page.get_by_role("button", name="Completion").click()
     complete(page)
     assert shown(page)
     page.get_by_role("button", name="Share link").click()
@@ -219,6 +230,7 @@ def test_a_server_with_a_key_lets_browsers_in_with_its_password(chromium: Browse
         context = chromium.new_context(http_credentials={"username": "", "password": "secret-key"})
         page = context.new_page()
         page.goto(address)
+        page.get_by_role("button", name="Completion").click()
         complete(page)
         assert shown(page) == answer(max_new_tokens=64)
         context.close()

@@ -113,9 +113,7 @@ class Reply:
     def usage(self) -> Fields:
         """Tokens, steps and passes of all choices."""
         outcomes = [writer.outcome for writer in self.writers]
-        written, passes = sum(len(outcome.tokens) for outcome in outcomes), [outcome.forward_passes for outcome in outcomes]
-        if self.kind is INFILL:
-            written = sum(sum(each.request.hidden) for each in self.plan.work)
+        written, passes = sum(outcome.written for outcome in outcomes), [outcome.forward_passes for outcome in outcomes]
         return {
             "prompt_tokens": self.plan.prompt_tokens,
             "completion_tokens": written,

@@ -36,6 +36,7 @@ class Outcome:
         text: cut before the first stop string.
         tokens, log_probs: up to the end token, or to the token that completes a stop string. Log-probabilities are those when the tokens
             were revealed, in nats, at temperature 1.
+        written: how many of the tokens were not given.
         finish: "stop" or "length".
         forward_passes: None: a stop string ended the sequence before its end, and they are not known.
         trace: None: likewise.
@@ -45,6 +46,7 @@ class Outcome:
     text: str
     tokens: list[int]
     log_probs: list[float]
+    written: int
     finish: str
     denoising_steps: int
     forward_passes: int | None
@@ -54,7 +56,7 @@ class Outcome:
     @property
     def tokens_per_pass(self) -> float | None:
         """None: the passes are not known."""
-        return len(self.tokens) / self.forward_passes if self.forward_passes else None
+        return self.written / self.forward_passes if self.forward_passes else None
 
 
 class Progress:
@@ -141,7 +143,8 @@ class Progress:
             tokens, log_probs = tokens[:count], log_probs[:count]
         top = [] if trace is None else self._top(trace)[: len(tokens)]
         text = whole if self._text.stop is None else whole[: self._text.stop[0]]
-        return Outcome(text, tokens, log_probs, finish, steps, forward_passes, trace, top)
+        written = sum(self.work.request.hidden[self.region.start : self.region.start + len(tokens)])
+        return Outcome(text, tokens, log_probs, written, finish, steps, forward_passes, trace, top)
 
     def _top(self, trace: Trace) -> list[list[tuple[int, float]]]:
         first = self.region.start - self.work.request.start
