@@ -31,16 +31,15 @@ playground:  ## check, test and build the page that the server shows (needs Node
 test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1)
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
-# Of properties (the tests marked `hypothesis`) the fast tests try fewer examples.
-test-slow: $(INSTALLED)  ## the slow tests, and more examples of every property
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(slow or hypothesis) and not vllm and not alone and not nightly' --hypothesis-profile=thorough
+test-slow: $(INSTALLED)  ## the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone and not nightly'
 	$(BIN)/python -m pytest -m 'alone and not nightly'
 
 NIGHTLY := .nightly-passed
-test-nightly: $(INSTALLED)  ## the tests that take many minutes, and the coverage; says when they last passed here
+test-nightly: $(INSTALLED)  ## the tests that take many minutes, more examples of properties, and the coverage; says when they last passed here
 	@echo "last passed on this machine: $$(cat $(NIGHTLY) 2> /dev/null || echo never)"
 	$(MAKE) test COVERAGE=1 # ends in an error below the share that pyproject.toml names
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m '(nightly or hypothesis) and not vllm and not gpu' --hypothesis-profile=thorough
 	@echo "$$(date -u '+%Y-%m-%d %H:%M UTC'), commit $$(git rev-parse --short HEAD)" | tee $(NIGHTLY)
 
 # Tests of equal bits, as other machines run them: with older instructions, and on two threads.

@@ -148,14 +148,19 @@ SFT = ["sft", "--model", "convert/model", *TASK]
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
         ["grpo", "--model", "convert/model", "--output", "grpo", *TASK, *GRPO],
-        [*SFT, "--output", "dry", "--dry-run"],
         ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "training.max_steps=12", "--dry-run"],
-        ["profile", "--steps", "1", *SFT, "--output", "profile"],
         ["evaluate", "convert/model", "--task", "sudoku", "--rows", "4", "--likelihood", "text.txt", "--output", "result.json"],
-        ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
-        ["inspect", "convert/model"],
+        *(
+            pytest.param(arguments, marks=pytest.mark.nightly)
+            for arguments in (
+                ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
+                [*SFT, "--output", "dry", "--dry-run"],
+                ["profile", "--steps", "1", *SFT, "--output", "profile"],
+                ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
+                ["inspect", "convert/model"],
+            )
+        ),
     ],
     ids=lambda arguments: f"{arguments[0]}{' --dry-run' * ('--dry-run' in arguments)}",
 )
@@ -191,7 +196,9 @@ def test_of_two_processes_only_the_first_prints(diffusion: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("columns", "more"), [(80, {}), (160, {}), (160, {"NO_COLOR": "1"})])
+@pytest.mark.parametrize(
+    ("columns", "more"), [(80, {}), *(pytest.param(160, more, marks=pytest.mark.nightly) for more in ({}, {"NO_COLOR": "1"}))]
+)
 def test_on_a_terminal_lines_fit_it(diffusion: Path, columns: int, more: dict[str, str]) -> None:
     output = f"terminal-{columns}-{len(more)}"
     shown = on_a_terminal(diffusion, columns, *SFT, "--output", output, TERM="xterm-256color", **more)
