@@ -16,7 +16,7 @@ from unmask.generation import naive, sampler
 from unmask.generation.policies import keep_likely
 from unmask.generation.requests import make_requests
 
-MANY, SOME = pytest.param(1000, marks=pytest.mark.nightly), 40
+MANY, SOME = pytest.param(1000, marks=pytest.mark.nightly), 16
 """Seeds: a thousand take half an hour in all."""
 PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
 POLICIES = {
