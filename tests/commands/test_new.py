@@ -154,7 +154,9 @@ def test_it_says_what_comes_next(here):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TEMPLATES)
+@pytest.mark.parametrize(  # three kinds share a Makefile
+    "kind", [pytest.param(kind, marks=[pytest.mark.nightly] * (kind in ("sft", "preferences"))) for kind in TEMPLATES]
+)
 def test_each_command_runs_to_its_end(kind, here):
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "UNMASK": f"{sys.executable} -m unmask"}
     subprocess.run([sys.executable, "-m", "unmask", "new", "mine", "--kind", kind], env=environment, check=True)

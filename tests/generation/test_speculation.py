@@ -61,7 +61,7 @@ def chances(target_V: torch.Tensor, drafted_V: torch.Tensor, candidates: int) ->
     return [kept, *later.tolist()]
 
 
-@partly_slow("candidates", [1, 2, 3, 6], 0, 1)
+@partly_slow("candidates", [1, 2, *(pytest.param(count, marks=pytest.mark.nightly) for count in (3, 6))], 0, 1)
 @partly_slow("target, drafted", DISTRIBUTIONS, 2)
 def test_a_verified_token_has_the_distribution_of_the_causal_reading(target, drafted, candidates):
     """With six candidates there are more than tokens to draw."""

@@ -77,8 +77,11 @@ class Touched(TorchDispatchMode):
     ("model", "work"),
     [
         (llama(64, 8, 512), Workload(batch=16, sequence_length=128, attention="block_causal")),
-        (llama(128, 4, 4096), Workload(batch=16, sequence_length=256, attention="causal")),
-        (llama(256, 6, 16_000), Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True)),
+        pytest.param(llama(128, 4, 4096), Workload(batch=16, sequence_length=256, attention="causal"), marks=pytest.mark.nightly),
+        pytest.param(
+            *(llama(256, 6, 16_000), Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True)),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["block_causal", "causal", "checkpointing"],
 )

@@ -98,7 +98,7 @@ def cell(estimator: StepEstimator, card: str) -> str:
     return f"{name.removeprefix('the ')}: {rows}" if rows else "-"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_table_of_sizes_in_the_docs_is_the_planners() -> None:
     lines = ["| | " + " | ".join(CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
     for size, config in SIZES.items():

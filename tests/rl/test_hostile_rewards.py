@@ -70,8 +70,11 @@ def test_a_signal_while_a_reward_is_computed_ends_the_run_and_no_call_is_repeate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(  # a process starts for each of the latter
+    "name, workers",
+    [(name, 0) for name in BODIES]
+    + [pytest.param(name, 1, marks=[pytest.mark.nightly] * (number % 6 > 0)) for number, name in enumerate(BODIES)],
+)
 def test_no_hostile_reward_ends_anything(tmp_path, name, workers):
     assert len(BODIES) > 90
     check(outcome(tmp_path, name, workers), name)
