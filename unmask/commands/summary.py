@@ -92,5 +92,5 @@ def _of_chats(data: DataConfig) -> bool:
     if not isinstance(data.train, str) or kind_of(data.train) != ".jsonl" or not Path(data.train).is_file():
         return False
     with closing(read_examples(data.train, keep_malformed=True)) as rows:
-        first = next(rows)
+        first = next(rows, None)
     return isinstance(first, dict) and ("conversations" in first or is_conversational(first))

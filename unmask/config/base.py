@@ -46,7 +46,7 @@ class Config(pydantic.BaseModel):
 
 
 OPTIONS = {"model": "--model PATH_OR_ID", "output_dir": "--output DIR"}
-"""The options that set what a run must have."""
+"""The options of training verbs that set what is required."""
 
 
 def listed(value: Any) -> Any:
@@ -68,10 +68,6 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
         key = ".".join([*path, str(errors[0]["loc"][-1])])
         return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {OPTIONS.get(key, f'{key}=VALUE')}")
     return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
-
-
-OPTIONS = {"model": "--model PATH_OR_ID", "model.path": "--model PATH_OR_ID", "output_dir": "--output DIR"}
-"""The options of training verbs that set what is required."""
 
 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
