@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 hypothesis.settings.register_profile("thorough", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("thorough"), max_examples=15)
-hypothesis.settings.load_profile("fast")  # `make test-slow` takes the other one
+hypothesis.settings.load_profile("fast")  # `make test-nightly` takes the other one
 
 # A `CliRunner` makes the commands of an app anew for every call, which takes longer than most calls.
 typer.testing._get_command = functools.cache(typer.testing._get_command)

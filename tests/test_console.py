@@ -223,6 +223,11 @@ def test_a_table_narrows_its_texts_before_it_breaks_a_word(capsys):
     assert max(map(len, shown.splitlines())) <= MAX_WIDTH
 
 
+def test_a_long_path_is_folded_before_short_texts_are(capsys):
+    show_table([["/" + "folder/" * 15, "interrupted", "3 of 6", "loss 3.345"]], "1 run")
+    assert "│ interrupted │ 3 of 6 │ loss 3.345 │" in capsys.readouterr().out
+
+
 def test_tracked_items_count_when_they_are_done():
     with Progress([("evaluate", 1.0)], stream=io.StringIO()) as progress, progress.phase("evaluate") as phase:
         seen = []

@@ -25,6 +25,7 @@ from unmask.redaction import shown
 MAX_WIDTH = 100  # columns of lines and tables
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
 BAR_WIDTH = 24
+SHORT = 12  # characters of a cell whose text stays on one line
 JOINT = " · "  # between the parts of a line
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
 
@@ -249,13 +250,13 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
 
 
 def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int]:
-    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words stay whole is
-    narrowed, then any."""
+    """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words and short texts stay
+    whole is narrowed, then any."""
     columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
     widths = [max(cell.maximum for cell in column) for column in columns]
-    words = [max(cell.minimum for cell in column) for column in columns]
+    whole = [max(cell.maximum if cell.maximum <= SHORT else cell.minimum for cell in column) for column in columns]
     excess = sum(widths) + 3 * len(widths) + 1 - _width(console)
     for _ in range(excess):
-        movable = [i for i, width in enumerate(widths) if width > words[i]] or range(len(widths))
+        movable = [i for i, width in enumerate(widths) if width > whole[i]] or range(len(widths))
         widths[max(movable, key=widths.__getitem__)] -= 1
     return widths
