@@ -400,6 +400,11 @@ def test_generate_has_the_defaults_of_the_configs(model: dict[str, Any]) -> None
     assert (model["model"], model["sampler"]) == (ModelConfig(path="m"), SamplerConfig())
 
 
+def test_an_option_may_have_underscores_as_its_setting_has(model: dict[str, Any]) -> None:
+    assert run("generate", "m", "--prompt", "a", "--max_new_tokens", "3").exit_code == 0
+    assert model["sampler"] == SamplerConfig(max_new_tokens=3)
+
+
 def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> None:
     result = run("generate", "m", "--prompt", "first", "--prompt", "-", "--json", input="seçond\nthird\n")
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
@@ -530,6 +535,8 @@ BARE = [
     (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),
     (["training.seed=2", "--seed", "1"], ["training.seed=1"]),
     (["--optim_args", "a=b,c=d", "--dataloader_num_workers=1"], ["training.optim_args=a=b,c=d", "training.dataloader_num_workers=1"]),
+    (["--lr-scheduler-kwargs.num_cycles", "2"], ["training.lr_scheduler_kwargs.num_cycles=2"]),
+    (["lr_scheduler_kwargs.num_cycles=2"], ["training.lr_scheduler_kwargs.num_cycles=2"]),
 ]
 """Settings without their section, and the same as KEY=VALUE."""
 

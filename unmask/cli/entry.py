@@ -99,6 +99,7 @@ app = typer.Typer(
     help="Turn a causal language model into a diffusion language model, and train it further.",
     epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
+    context_settings={"token_normalize_func": lambda option: option.replace("_", "-")},  # `--max_new_tokens` is `--max-new-tokens`
     pretty_exceptions_enable=False,
 )
 app.add_typer(sandbox, name="sandbox", rich_help_panel=MORE)

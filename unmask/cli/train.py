@@ -86,7 +86,7 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
         elif word.startswith("-"):
             options.append(word)
         else:
-            if equals and "." not in name and name not in RunConfig.model_fields:
+            if equals and name.partition(".")[0] not in RunConfig.model_fields:
                 names().read_word(word)
                 keys = names().keys
             settings.append(word)

@@ -83,14 +83,16 @@ class BareNames:
         self.keys[typed] = found[0]
         if not found[0].startswith("training.") and found[0] != name and is_first_process():
             print(f"{typed} is read as {found[0]}", file=sys.stderr)
-        return self.settings[found[0]]
+        return self.settings.get(found[0]) or Setting(found[0], "Any", None, "")  # an entry has any type
 
     def _find(self, name: str) -> list[str]:
-        """The keys of the settings that a name may mean."""
+        """The keys of the settings, or of entries of mappings (`method_settings.NAME`), that a name may mean."""
         if name in self.settings:
             return [name]
         for sections in SECTIONS:
             if found := [key for section in sections if (key := f"{section}.{name}") in self.settings]:
                 elsewhere = f"training.{NAMES_ELSEWHERE.get(name)}"
                 return [elsewhere, *found] if elsewhere in self.settings and "training" not in sections else found
-        return []
+        mapping, dot, entry = name.rpartition(".")
+        found = self._find(mapping) if dot else []
+        return [f"{key}.{entry}" for key in found if key in self.settings and self.settings[key].type.startswith("dict")]
