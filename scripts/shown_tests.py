@@ -18,7 +18,7 @@ from unmask.records import read_records
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "humaneval.md"
 HEAD = """# Tests that HumanEval's prompts do not show
 
-The examples in a docstring may be the tests themselves: a program that looks them up passes where no other test is left. For each problem this page has the number of tests (assertions; one in a loop counts once) whose arguments do not occur in the prompt. `python scripts/shown_tests.py HumanEval.jsonl.gz` writes it.
+Some examples in the docstrings are also tests. If a problem has no other test, a program that only looks them up passes. For each problem this page has the number of tests (assertions; one in a loop counts once) whose arguments do not occur in the prompt. `python scripts/shown_tests.py HumanEval.jsonl.gz` writes it.
 
 The prompts are as published. To train on verdicts that cannot be looked up, use `mbpp`, which decides by tests that it does not show ([tasks](tasks.md)).
 

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import REPOSITORY
 
 LEVELS = [
-    ["redaction"],
+    ["redaction", "variables"],
     ["errors", "console"],
     ["config", "artifacts", "sandbox", "records", "tensor_checks"],
     ["models", "rewards"],

@@ -46,7 +46,7 @@ def test_a_row_says_where_it_stands(tmp_path):
 def test_a_byte_order_mark_is_dropped(tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(b"\xef\xbb\xbfa\n007\n")
-    assert list(read_records(path, ["a"])) == [(f"{path}, row 1", {"a": "007"})]
+    assert list(read_records(path, ["a"])) == [(f"{path}, row 0", {"a": "007"})]
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),
         ("t.json", b'{"a": 1}', "not an array of objects"),
         ("t.json", b"[]", "no rows"),
-        ("t.json", b"[1]", "row 1: a row is an object"),
-        ("t.csv", b'a,b\n1,2\n"1,2\n', "row 2: malformed CSV"),
-        ("t.csv", b"a\n" + b"x" * 200_000, "row 1: malformed CSV"),
+        ("t.json", b"[1]", "row 0: a row is an object"),
+        ("t.csv", b'a,b\n1,2\n"1,2\n', "row 1: malformed CSV"),
+        ("t.csv", b"a\n" + b"x" * 200_000, "row 0: malformed CSV"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):

@@ -132,7 +132,7 @@ AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID x-api-key private_key access_key token a
 auth basic_auth training.report.auth SENTRY_DSN dsn webhook slackWebhook webhook_url connection_string AZURE_STORAGE_CONNECTION_STRING
 connectionString conn_str otp user_otp totp pin user.pin sim-pin pin_2 jwt hub_tokens auth_tokens access-tokens api_keys openaiApiKey
 apiKeys_1 API_KEY_2 passwords db_password secrets client_secrets private_keys github_token SLACK_BOT_TOKEN account_key shared_access_key
-accessKeys master_key dbPassword
+accessKeys master_key dbPassword UNMASK_ADMIN_KEY
 """
 PLAIN = """
 max_new_tokens tokens_per_step tokens eos_tokens special_tokens num_input_tokens_seen token_cache mask_token pad_token image_token author

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import stat
 import subprocess
@@ -22,9 +21,8 @@ from typing import Any
 
 from unmask.errors import DataError, first_line
 from unmask.redaction import masked, masked_words
+from unmask.variables import SETTING
 
-VARIABLE = re.compile(r"(?!UNMASK_(DEBUG|SHARED|API_KEY|ACCEPT_UNSANDBOXED_CODE)$)(UNMASK|DIFFU|GRPO)_\w+|VLLM_SERVER_HOST")
-"""The names of variables that are settings of a run."""
 MAX_FILE = 2**30
 """Bytes of a file of a run at most."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
@@ -153,7 +151,7 @@ def package_version(package: str) -> str | None:
 
 def started_by(environ: Mapping[str, str] = os.environ) -> list[str]:
     """The words that started this process: first `NAME=VALUE` of variables that are settings, in the order of their names."""
-    return [*(f"{name}={environ[name]}" for name in sorted(environ) if VARIABLE.fullmatch(name)), *sys.orig_argv]
+    return [*(f"{name}={environ[name]}" for name in sorted(environ) if SETTING.fullmatch(name)), *sys.orig_argv]
 
 
 def num_cores() -> int:

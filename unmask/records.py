@@ -146,9 +146,9 @@ def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
 
 def _csv_rows(path: str) -> Iterator[Record]:
     reader = csv.DictReader(read_lines(path), strict=True)
-    number = 0
+    number = -1
     try:
-        for number, row in enumerate(reader, start=1):
+        for number, row in enumerate(reader):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
                 what = f"the number of fields differs from the header ({len(reader.fieldnames or ())})"
@@ -173,7 +173,7 @@ def _json_rows(path: str) -> Iterator[Record]:
     rows = _decode("".join(read_lines(path)), path, 1)
     if not isinstance(rows, list):
         raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file")
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(rows):
         where = f"{path}, row {number}"
         yield where, _object(row, where)
 

@@ -14,7 +14,7 @@ TOKENS = (
 )
 """Before `token` or `tokens`, these make the name of a secret: `eos_token` and `max_new_tokens` are none."""
 KEYS = (
-    "access|account|anthropic|api|app|auth|aws|azure|client|consumer|deploy|encryption|hf|hmac|license|master|openai|private|service|shared"
+    "access|account|admin|anthropic|api|app|auth|aws|azure|client|consumer|deploy|encryption|hf|hmac|license|master|openai|private|service|shared"
     "|signing|ssh|storage|subscription|wandb"
 )
 NAMES = (

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 from tests.helpers import TWO_PROCESSES, run_all
 from unmask.cli.entry import app
 from unmask.commands import evaluate as commands
-from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.data.characters import character_model
 from unmask.data.problems import pose
 from unmask.errors import DataError
@@ -25,6 +24,7 @@ from unmask.evaluation import tasks
 from unmask.evaluation.result_file import EvaluationResult, Metric, TaskScores, read_result
 from unmask.evaluation.tasks import item_ids
 from unmask.tasks import get_task
+from unmask.variables import ACCEPT_UNSANDBOXED
 
 DIGITS = str.maketrans("05678", "12341")  # to those of the task's alphabet
 DRAWN = ["--task", "sudoku", "--temperature", "1", "--seed", "5", "--dtype", "float64"]

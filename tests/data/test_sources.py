@@ -204,7 +204,7 @@ def test_leading_zeros_of_the_real_puzzles_survive():
     [
         ("rows.jsonl", b'{"a": 1}\n{"a": ', "line 2: malformed JSON"),
         ("rows.jsonl", b'{"a": 1}\n{"a": "x"}', "mixes types"),
-        ("rows.csv", b"a,b\n1,2\n3\n", "row 2: the number of fields"),
+        ("rows.csv", b"a,b\n1,2\n3\n", "row 1: the number of fields"),
         ("rows.csv", b"a,b\n", "no rows"),
         ("rows.csv", b"", "empty"),
         ("rows.txt", b" \n", "empty"),

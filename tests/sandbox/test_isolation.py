@@ -16,11 +16,11 @@ import time
 import pytest
 
 from tests.helpers import require_sandbox
-from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.rewards import program
 from unmask.sandbox import isolation
 from unmask.sandbox.isolation import FIRST_UID, LAYERS, Host, Limits, SandboxError, probe
 from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.variables import ACCEPT_UNSANDBOXED
 
 DOUBLE = python_job("def f(x):\n    return 2 * x\n", PythonTests("assert f(1) == 2", {"f": "f"}))
 EXITS = python_job("import sys; sys.exit(0)", PythonTests("assert f(1) == 2", {"f": "f"}))

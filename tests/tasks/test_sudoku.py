@@ -170,7 +170,7 @@ def test_the_published_file():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("Puzzle,Answer\n0234341221434321,1234341221434321\n", "row 1: no column 'Solution'"),
+        ("Puzzle,Answer\n0234341221434321,1234341221434321\n", "row 0: no column 'Solution'"),
         ("Puzzle,Solution\n", "no rows"),
         ("", "empty"),
         ("Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n", "row 2, column 'Puzzle'"),

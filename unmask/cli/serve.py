@@ -12,10 +12,10 @@ from typing import Annotated
 
 import typer
 
-from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
+from unmask.variables import ADMIN_KEY, API_KEY
 
 
 @spread_configs

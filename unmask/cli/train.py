@@ -22,11 +22,12 @@ from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
-from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
+from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError
 from unmask.redaction import shown
+from unmask.variables import ACCEPT_UNSANDBOXED
 
 if TYPE_CHECKING:
     from unmask.commands.settings.bare_options import BareNames

@@ -12,18 +12,12 @@ from unmask.config.base import valued_section
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import masked_argument
+from unmask.variables import NOT_SETTINGS
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODES = RECIPES / "modes"
 """The folder of the files that `--mode` names."""
 PREFIX = "UNMASK_"
-ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
-"""With the value 1, model-written programs run even if nothing isolates them; --i-accept-unsandboxed-code sets it."""
-API_KEY = "UNMASK_API_KEY"
-"""The key that `unmask serve` requires and rollouts send; not a setting, so that it is not recorded."""
-ADMIN_KEY = "UNMASK_ADMIN_KEY"
-"""The key of those who may replace the weights of `unmask serve`; not a setting either."""
-NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED, API_KEY, ADMIN_KEY}  # the command line's tracebacks, the tests' data
 
 
 class Layer(NamedTuple):

@@ -6,11 +6,11 @@ import functools
 import os
 from collections.abc import Iterable
 
-from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Job, Pool
+from unmask.variables import ACCEPT_UNSANDBOXED
 
 
 @functools.cache

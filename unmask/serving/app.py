@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 from typing_extensions import TypedDict
 
-from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.errors import ConfigError
 from unmask.serving import weights
 from unmask.serving.errors import add_error_handlers, documented, error_response
@@ -29,6 +28,7 @@ from unmask.serving.middleware import ApiKeys, BodyLimits, SameOrigin, SecurityH
 from unmask.serving.model_service import ModelService
 from unmask.serving.openai import routes
 from unmask.serving.scheduler import Scheduler
+from unmask.variables import ADMIN_KEY, API_KEY
 
 HEALTH, METRICS = "/health", "/metrics"
 PLAYGROUND = Path(__file__).with_name("static")

@@ -166,6 +166,7 @@ def test_the_command_to_go_on_has_the_settings_of_the_environment(model, tmp_pat
             "TRAINING__RUN_NAME": "a b/unmask",
             "TRAINING__HUB_TOKEN": "hf_x",
             "API_KEY": "k",
+            "ADMIN_KEY": "k",
         }.items():
             patch.setenv(f"UNMASK_{name}", value)
         stopped = unmask(*run)

@@ -23,7 +23,6 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from unmask.config.layers import ADMIN_KEY, API_KEY
 from unmask.config.run import RolloutConfig, SamplerConfig
 from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
@@ -35,6 +34,7 @@ from unmask.generation.remote.vllm_client import RemoteLM
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.variables import ADMIN_KEY, API_KEY
 
 BAD_REQUEST, UNKNOWN_MODEL = 400, 404
 TRIES = 3

@@ -18,11 +18,12 @@ from typing import Any
 
 import psutil
 
-from unmask.artifacts import VARIABLE, started_by
+from unmask.artifacts import started_by
 from unmask.config.run import LOCK_FILE
 from unmask.console import first_to_report
 from unmask.errors import LostProcessError
 from unmask.redaction import masked_argument, masked_words, shell_line, shown
+from unmask.variables import SETTING
 
 LOOKS_EVERY, PATIENCE = 0.5, 10.0
 """Seconds between two looks at the other processes, and those that this one has to end by itself when one is lost."""
@@ -133,7 +134,7 @@ def command(argv: Sequence[str], processes: int = 1) -> str:
         argv: the words that started it (`started_by`), with those of the interpreter.
         processes: how many train together.
     """
-    set_before = [word.partition("=") for word in takewhile(lambda word: VARIABLE.fullmatch(word.partition("=")[0]), argv)]
+    set_before = [word.partition("=") for word in takewhile(lambda word: SETTING.fullmatch(word.partition("=")[0]), argv)]
     argv = argv[len(set_before) :]
     start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
     program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
