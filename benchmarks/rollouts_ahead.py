@@ -28,10 +28,10 @@ import torch
 from benchmarks.generation import random_model
 from benchmarks.grpo import reward
 from benchmarks.harness import report, timed
-from unmask.config.layers import ADMIN_KEY
 from unmask.models.load import load
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
+from unmask.variables import ADMIN_KEY
 
 GROUP, PROMPT, LENGTH, BLOCK, VOCABULARY = 8, 64, 64, 32, 8000
 BAR = 0.65

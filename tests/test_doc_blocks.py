@@ -35,7 +35,7 @@ from tests.serving.servers import http_post, served
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
-from unmask.config.layers import ADMIN_KEY, read_layers
+from unmask.config.layers import read_layers
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
@@ -44,6 +44,7 @@ from unmask.models.load import load
 from unmask.rl.methods import METHODS
 from unmask.serving.app import AppSettings
 from unmask.tasks import Task, get_task
+from unmask.variables import ADMIN_KEY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
@@ -68,6 +69,7 @@ ROWS = {
     "summaries.jsonl": {"prompt": "Say it: ", "answer": "This."},
     "runs/sft/training_logs.json": {"step": 1, "loss": 2.0},
     "runs/grpo/training_logs.json": {"step": 1, "reward": 0.5},
+    "runs/demo/grpo/training_logs.json": {"step": 1, "reward": 0.5},
 }
 
 
@@ -187,6 +189,8 @@ def give_words(words: list[str], *, run: bool) -> None:
     name = Path(words[0]).name
     if name == "make":
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
+    elif words == ["unmask", "--install-completion"]:
+        return  # into the shell that the tests run in, if it knows that one: tests/cli/test_completion.py
     elif name == "unmask":
         give(words[1:], run=run)
     elif name == "lmdeploy":

@@ -19,12 +19,12 @@ import torch
 import uvicorn
 
 import unmask
-from unmask.config.layers import ADMIN_KEY
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.connections import ConnectionLimits
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import GracefulServer, make_server, open_port
+from unmask.variables import ADMIN_KEY
 
 ADMIN = {"Authorization": "Bearer admin"}
 http_get, http_post = (partial(function, verify=False, timeout=120) for function in (httpx.get, httpx.post))

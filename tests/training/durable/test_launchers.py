@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -55,8 +56,8 @@ ALONE = {"accelerate launch -m "}  # of itself accelerate starts a process for e
 def with_two_processes(launch: str) -> list[str]:
     """The command that starts a launcher, with two processes on this machine."""
     launch = re.sub(r"(--nnodes) \d+", r"\1 1", re.sub(r"(--nproc[_-]per[_-]node|--num_processes) \d+", r"\1 2", launch))
-    launch = launch.replace("HOST:29500", "localhost:0").replace("scripts/", f"{REPOSITORY}/scripts/")
-    program, *options = launch.split()
+    launch = re.sub(r"[^\s\"]+:29500", "localhost:0", launch.replace("scripts/", f"{REPOSITORY}/scripts/"))
+    program, *options = shlex.split(launch.replace("$SLURM_NNODES", "1").replace("$SLURM_JOB_ID", "7"))
     if "accelerate-a40" in launch and "--num_processes" not in options:
         options[1:1] = ["--num_processes", "2"]
     module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.accelerate_cli"]}[program]

@@ -92,13 +92,15 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreed:
-            stage = "" if Path(args.output_dir) == self.output else f" of {Path(args.output_dir).name}"
-            raise self._stopped(f"after step {state.global_step}{stage}, checkpoint saved")
+            raise self._stopped(f"after step {state.global_step}{self._stage(args)}, checkpoint saved")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = False
         if self._agree(args):
-            raise self._stopped("after the last step")
+            raise self._stopped(f"after the last step{self._stage(args)}")
+
+    def _stage(self, args: Any) -> str:
+        return "" if Path(args.output_dir) == self.output else f" of {Path(args.output_dir).name}"
 
     def _agree(self, args: Any) -> bool:
         """Whether any process has received a signal. A collective, so that all stop after the same step."""
