@@ -29,6 +29,8 @@ hypothesis.settings.register_profile("thorough", max_examples=50, derandomize=Tr
 hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("thorough"), max_examples=15)
 hypothesis.settings.load_profile("fast")  # `make test-nightly` takes the other one
 
+LONG = {"test_other_device.py", "test_readme.py", "test_release.py", "test_sharding.py", "test_lost_process.py", "test_equal_runs.py"}
+
 # A `CliRunner` makes the commands of an app anew for every call, which takes longer than most calls.
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 
@@ -45,8 +47,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file of one long test comes first: nothing would run beside it at the end."""
-    items.sort(key=lambda item: item.path.name != "test_other_device.py")
+    """Files of long tests come first: nothing would run beside them at the end."""
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 @pytest.fixture(autouse=True)

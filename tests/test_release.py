@@ -90,7 +90,7 @@ def test_the_source_archive_holds_what_is_built_and_tested(built):
     assert found == kept
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("constraints", ["constraints.txt", "constraints-lowest.txt"])
 def test_the_wheel_works_in_a_clean_environment_far_from_the_checkout(constraints, built, tmp_path):
     python, elsewhere = tmp_path / "env" / "bin" / "python", tmp_path / "elsewhere"

@@ -27,7 +27,7 @@ PAIR = {"prompt": "1200=", "completion": "34"}
 UNKNOWN = "training.max_unknown=1"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/test_readme.py gives all verbs on the command line too
 def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
     architecture = tmp_path / "architecture"
     shutil.copytree(model, architecture)

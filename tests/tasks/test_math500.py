@@ -43,7 +43,7 @@ def test_no_formula_of_a_problem_answers_it():
     assert count > 1000 and wrongly == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_part_of_a_formula_of_a_problem_answers_it():
     count, wrongly = paid(subformulas)
     assert count > 30_000 and wrongly == []

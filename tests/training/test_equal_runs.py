@@ -25,7 +25,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_several_processes_make_the_run_of_one(processes, mode, alone, tmp_path):
     script = REPOSITORY / "tests" / "training" / "equal_runs.py"
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"], "PATH": os.environ["PATH"]}

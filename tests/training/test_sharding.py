@@ -24,13 +24,13 @@ needs_deepspeed = pytest.mark.skipif(
     reason="needs DeepSpeed (the extra `deepspeed`), and a C++ compiler for what it builds on first use",
 )
 NIGHTLY = {
-    *[("sft", mode) for mode in ("zero1", "zero2", "zero2-offload", "fsdp-offload")],
+    *[("sft", mode) for mode in ("fsdp", "zero1", "zero2", "zero2-offload", "fsdp-offload")],
     *[("kto", mode) for mode in ("fsdp", "zero2")],
-    *[("convert", mode) for mode in ("fsdp", "zero1", "zero2")],
-    *[("tokens", mode) for mode in ("fsdp", "zero3")],
-    *[("convert-blocks", "zero2"), ("sequences", "ddp")],
+    *[("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
+    *[("tokens", mode) for mode in ("ddp", "fsdp", "zero3")],
+    *[("convert-blocks", "zero2"), ("sequences", "ddp"), ("sequences", "zero3"), ("grpo", "zero2-offload")],
 }
-"""What other runs cover in part: each mode but zero1, and each trainer under FSDP and DeepSpeed, is among those that remain."""
+"""What other runs cover in part: each trainer, FSDP with offload and without it, ZeRO 2 and ZeRO 3 are among those that remain."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")
 
 

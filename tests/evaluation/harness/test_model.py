@@ -356,7 +356,7 @@ def test_two_processes_give_the_bits_of_one(tmp_path):
     assert at_exit == ["False", "False"]  # processes that exit connected may abort
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_line_has_lm_evals_own_models_too(tmp_path):
     toy.toy().save(tmp_path / "model")
     documents = [{"q": "ab", "choices": ["ab", "bba"], "gold": 0}, {"q": "b", "choices": ["aba", "bb"], "gold": 0}]

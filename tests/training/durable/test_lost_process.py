@@ -195,7 +195,7 @@ def test_if_a_process_is_killed_the_other_ends_and_the_run_is_resumed(mode, firs
     assert ends(output) == ends(tmp_path / "straight")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_flipped_bit_in_a_part_of_a_sharded_checkpoint_is_one_error_and_the_one_before_is_used(model, tmp_path):
     run = command("sft", model, tmp_path / "run", *SAVING, *SHARDED, "training.max_steps=3")
     finish("fsdp", run)
