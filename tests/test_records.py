@@ -101,7 +101,7 @@ def test_rows_before_a_malformed_one_are_read_first(tmp_path):
         (tmp_path / name).write_text(content)
         rows = read_records(tmp_path / name)
         next(rows)
-        with pytest.raises(DataError, match=f"{name}, (line|row) 2"):
+        with pytest.raises(DataError, match=f"{name}, (line 2|row 1)"):
             next(rows)
 
 

@@ -255,8 +255,8 @@ def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int
     columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
     widths = [max(cell.maximum for cell in column) for column in columns]
     whole = [max(cell.maximum if cell.maximum <= SHORT else cell.minimum for cell in column) for column in columns]
-    excess = sum(widths) + 3 * len(widths) + 1 - _width(console)
-    for _ in range(excess):
+    excess = sum(widths) + 3 * len(widths) + 1 - _width(console)  # with the padding and borders
+    for _ in range(min(excess, sum(widths) - len(widths))):
         movable = [i for i, width in enumerate(widths) if width > whole[i]] or range(len(widths))
         widths[max(movable, key=widths.__getitem__)] -= 1
     return widths

@@ -125,11 +125,13 @@ NAMES_ELSEWHERE = {
 """Unmask's names of settings, by their names in other training loops (docs/switches.md), in TRL and in d1 (docs/migration.md)."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown name: the equivalent or most similar known name, or the list of all known names."""
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """The remedy for an unknown name: the equivalent or most similar known name, or `otherwise` (None: the list of all known names)."""
     known = sorted(known)
     nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(known)}."
+    if nearest:
+        return f"Did you mean {nearest[0]!r}?"
+    return f"Known: {', '.join(known)}." if otherwise is None else otherwise
 
 
 def first_line(error: BaseException) -> str:

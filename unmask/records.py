@@ -128,8 +128,7 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
         return
     names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
     what = f"no column {names} (present: {found})"
-    remedy = did_you_mean(missing[0], present)
-    remedy = remedy if remedy.startswith("Did") else "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task"
+    remedy = did_you_mean(missing[0], present, "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task")
     raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
 
 

@@ -566,6 +566,7 @@ def test_a_profile_takes_settings_without_their_section(given: list[str], monkey
         ("sft", ["--beta", "3"], "--beta: is no setting or option of sft"),
         ("sft", ["--learning-rat", "3"], "--learning-rat: is no setting or option of sft. Did you mean training.learning_rate?"),
         ("sft", ["learning_rat=3"], "learning_rat: is no setting or option of sft. Did you mean training.learning_rate?"),
+        ("sft", ["trainig.max_steps=3"], "trainig.max_steps: is no setting or option of sft. Did you mean training.max_steps?"),
         ("sft", ["--epochs", "3"], "Did you mean training.num_train_epochs?"),
         ("sft", ["--lr", "3"], "--lr: is no setting or option of sft. Did you mean training.learning_rate?"),
         ("sft", ["--ouput", "o"], "Did you mean --output?"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -28,6 +29,11 @@ def test_the_first_and_the_last_value_are_shown(tmp_path):
     found = shown(tmp_path, lines)
     assert found["time"] == "1:05, 4 steps"
     assert found["loss"] == "0.6931 → 0.51" and found["accuracy"] == "0.5 → 0.875"
+
+
+def test_numbers_that_are_not_finite_are_left_out(tmp_path):
+    lines = [{"loss": 0.5, "grad_norm": math.inf, "accuracy": math.nan}, {"loss": 0.25, "grad_norm": 1.0}]
+    assert {"loss": "0.5 → 0.25"}.items() <= shown(tmp_path, lines).items() and "accuracy" not in shown(tmp_path, [])
 
 
 def test_a_run_that_logged_nothing_shows_its_mean_loss(tmp_path):

@@ -117,8 +117,8 @@ def test_a_reference_moves_where_it_did(text, form, steps, tmp_path):
 
 def test_what_is_still_to_be_given_is_told(tmp_path):
     (path,) = write(tmp_path, {"run.env": "DIFFU_BATCH_SIZE=2\n"})
-    assert migrate([path]).missing == ["--model PATH", "--output DIR", "--data FILE or --task NAME"]
-    assert "unmask grpo --config FILE --model PATH --output DIR" in unmask("migrate", path).stderr
+    assert migrate([path]).missing == ["--model PATH_OR_ID", "--output DIR", "--data FILE or --task NAME"]
+    assert "unmask grpo --config FILE --model PATH_OR_ID --output DIR" in unmask("migrate", path).stderr
 
 
 def test_nothing_is_overwritten_unless_asked_for(tmp_path):
@@ -138,7 +138,7 @@ def test_a_program_is_refused_with_what_can_be_read(tmp_path):
 
 def test_a_reward_is_asked_for_where_neither_reward_nor_task_is_named(tmp_path):
     (path,) = write(tmp_path, {"grpo.yaml": "num_generations: 4\nbeta: 0.1\ndataset_name: prompts.jsonl\n"})
-    assert "'rewards=[FILE.py:FUNCTION]'" in migrate([path], "trl-grpo").missing
+    assert "rewards=FILE.py:FUNCTION" in migrate([path], "trl-grpo").missing
 
 
 @pytest.mark.parametrize(

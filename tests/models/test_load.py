@@ -226,10 +226,9 @@ def test_new_weights_depend_on_the_seed_alone(stock):
         initialise(stock / "nowhere", seed=0)
 
 
-def test_a_path_in_a_folder_that_exists_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+def test_a_path_that_is_no_name_on_the_hub_is_not_looked_up_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs").mkdir()
-    for path in ("runs/nope", "runs/nope/model", "elsewhere/run/model"):
+    for path in ("./nope", "runs/nope/model", "elsewhere/run/model"):
         with pytest.raises(ModelError, match=rf"^{path}: no such folder. Check the path"):
             load(path)
 
@@ -237,6 +236,7 @@ def test_a_path_in_a_folder_that_exists_is_not_looked_up_on_the_hub(tmp_path, mo
 def test_a_name_that_is_no_folder_is_said_to_be_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "runs").mkdir()  # of models, as `hf download --local-dir` makes one
     with pytest.raises(ModelError, match=r"runs/sfft: there is no such folder; as a hub id: cannot load a model config"):
         load("runs/sfft")
 

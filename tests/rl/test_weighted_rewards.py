@@ -258,7 +258,7 @@ def test_tasks_are_named(name):
 
 def test_functions_and_weights_that_do_not_fit():
     for none in ([], ()):
-        with pytest.raises(ConfigError, match="rewards: no reward function"):
+        with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
             Rewards(none)
     for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
         with pytest.raises(ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"):

@@ -41,12 +41,12 @@ from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingComman
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
 """The groups of verbs on the help page."""
 PATH_ERRORS = {
-    errno.ENAMETOOLONG: "the name of the file is too long. Check the path",
-    errno.EACCES: "permission denied. Permit reading and writing, or choose another path",
-    errno.ENOENT: "there is no such file or folder, and none can be made there. Check the path",
-    errno.ENOTDIR: "a part of the path is a file, not a folder. Check the path",
-    errno.EROFS: "the file system is read-only. Choose another path",
-    errno.ENOSPC: "no space is left on the device. Free some, or choose another path",
+    errno.ENAMETOOLONG: ("the name of the file is too long", "Check the path"),
+    errno.EACCES: ("permission denied", "Permit reading and writing, or choose another path"),
+    errno.ENOENT: ("there is no such file or folder, and none can be made there", "Check the path"),
+    errno.ENOTDIR: ("a part of the path is a file, not a folder", "Check the path"),
+    errno.EROFS: ("the file system is read-only", "Choose another path"),
+    errno.ENOSPC: ("no space is left on the device", "Free some, or choose another path"),
 }
 """What is said of errors of the system that a path of the user causes."""
 
@@ -62,17 +62,6 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except UnmaskError as error:
-            if ctx.obj:
-                raise
-            _report(error)
-            raise typer.Exit(2) from error
-        except OSError as error:
-            if error.errno not in PATH_ERRORS or ctx.obj:
-                raise
-            path = "" if error.filename is None else f"{error.filename}: "  # unknown where a file that is open cannot grow
-            typer.echo(f"error: {shown(path if len(path) < 1000 else path[:60] + '...: ')}{PATH_ERRORS[error.errno]}.", err=True)
-            raise typer.Exit(2) from error
         except RunStopped as stopped:
             if is_first_process():
                 first_to_report()
@@ -80,11 +69,22 @@ class Commands(TyperGroup):
             raise typer.Exit(stopped.code) from stopped
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
-        except Exception as error:  # user code
-            if ctx.obj or not (own := error_of_named_code(error)):
+        except Exception as error:
+            if ctx.obj or (found := _error_of_user(error)) is None:
                 raise
-            _report(own)
+            _report(found)
             raise typer.Exit(2) from error
+
+
+def _error_of_user(error: Exception) -> UnmaskError | None:
+    """What the user can mend, in their code too; None: a fault of Unmask or a library, whose traceback is shown."""
+    if isinstance(error, UnmaskError):
+        return error
+    if (own := error_of_named_code(error)) or not isinstance(error, OSError) or error.errno not in PATH_ERRORS:
+        return own
+    path = None if error.filename is None else str(error.filename)  # unknown where a file that is open cannot grow
+    what, remedy = PATH_ERRORS[error.errno]
+    return ConfigError(what, where=path if path is None or len(path) < 1000 else f"{path[:60]}...", remedy=remedy)
 
 
 def _report(error: UnmaskError) -> None:

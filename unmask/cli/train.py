@@ -75,10 +75,10 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
     keys: dict[str, str] = {}
     while words:
         word = words.popleft()
-        name, equals, value = word.partition("=")
+        name, equals, _ = word.partition("=")
         option = name.replace("_", "-")
         if word.startswith("--") and option in is_flag:
-            options.append(f"{option}{equals}{value}")
+            options.append(word)
             if words and not equals and not is_flag[option]:
                 options.append(words.popleft())
         elif word.startswith("--"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import shlex
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from unmask.models.model_files import RUN_MANIFEST
 from unmask.training.checkpoints import checkpoints, step_of
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
-from unmask.training.run_log import LOG_NAME, SHOWN, last_loss
+from unmask.training.run_log import LOG_NAME, SHOWN, last_loss, numbers
 
 TYPES: dict[str, type] = {"verb": str, "state": str, "command": str, "processes": int, "steps": int, "error": str}
 """The entries of a manifest that are shown."""
@@ -57,18 +56,16 @@ def _describe(path: Path) -> dict[str, Any] | None:
     state = manifest.get("state", "finished")  # earlier versions wrote it at the end
     if state != "finished":
         state = "running" if is_running(folder) else "interrupted" if state == "running" else state
-    lines = _read_log(folder / LOG_NAME)
+    lines = numbers(_read_log(folder / LOG_NAME))
     command = resume_command(words, manifest.get("processes", 1))
-    loss = last_loss([{name: value for name, value in line.items() if _is_number(value)} for line in lines])
-    metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
+    loss = last_loss(lines)
+    metrics = {name: line[name] for line in lines for name in SHOWN if name in line}
     metrics |= {"loss": loss} if "loss" not in metrics and math.isfinite(loss) else {}
     return {
         "folder": str(folder),
         "verb": verb,
         "state": state,
-        "step": max(
-            [line["step"] for line in lines if _is_number(line.get("step"))] + [step_of(path) for path in checkpoints(folder)], default=0
-        ),
+        "step": max([line["step"] for line in lines if "step" in line] + [step_of(path) for path in checkpoints(folder)], default=0),
         "steps": manifest.get("steps"),
         "metrics": metrics,
         **({"error": manifest.get("error")} if state == "failed" else {}),
@@ -79,14 +76,10 @@ def _describe(path: Path) -> dict[str, Any] | None:
 def _read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a log. One that cannot be read hides no other run: it is named in a warning."""
     try:
-        return [line for line in MetricsLog(path).read() if isinstance(line, dict)] if path.is_file() else []
+        return MetricsLog(path).read() if path.is_file() else []
     except (DataError, OSError, ValueError, RecursionError) as error:
         warnings.warn(f"the log of {path.parent} is left out: {first_line(error)}", UnmaskWarning, stacklevel=3)
         return []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def as_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:

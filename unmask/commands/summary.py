@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 from unmask.artifacts import MetricsLog
 from unmask.commands.inputs import evaluates
@@ -18,7 +17,7 @@ from unmask.evaluation.result_file import read_result
 from unmask.models.model_files import TRAINED_MODEL
 from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
-from unmask.training.run_log import LOG_NAME, last_loss
+from unmask.training.run_log import LOG_NAME, last_loss, numbers
 
 EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""
@@ -31,24 +30,24 @@ def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
         seconds: that the run took.
     """
     output = Path(config.output_dir)
-    lines = MetricsLog(output / LOG_NAME).read() if (output / LOG_NAME).is_file() else []
-    steps = max((int(line["step"]) for line in lines), default=0)
+    lines = numbers(MetricsLog(output / LOG_NAME).read()) if (output / LOG_NAME).is_file() else []
+    steps = max((int(line.get("step", 0)) for line in lines), default=0)
     rows = [("model", str(output / TRAINED_MODEL)), ("time", f"{format_duration(seconds)}, {steps:,} step{'s' * (steps != 1)}")]
     return [*rows, *_trained(lines), *_held_out(config, lines)] if steps else rows
 
 
-def _trained(lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _trained(lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from its first to its last value."""
     values = {"loss": [loss]} if math.isfinite(loss := last_loss(lines)) else {}
     logged = dict.fromkeys(name for line in lines for name in line)
-    values |= {name: [float(line[name]) for line in lines if name in line] for name in logged}
+    values |= {name: [line[name] for line in lines if name in line] for name in logged}
     parts = [name for name in logged if name.startswith("rewards/") and name.rpartition("/")[0] not in logged]
     names = ["reward", *(parts if len(parts) > 1 else [])] if "reward" in logged else ["loss", "accuracy"]
     ends = {name: (values[name][0], values[name][-1]) for name in names if name in values}
     return [(name, " → ".join(dict.fromkeys(map(format_number, pair)))) for name, pair in ends.items()]
 
 
-def _held_out(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def _held_out(config: RunConfig, lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """The score or loss of held-out rows, or else the speed."""
     if evaluates(config):
         [scores] = read_result(Path(config.output_dir) / EVALUATION).tasks
@@ -58,9 +57,9 @@ def _held_out(config: RunConfig, lines: Sequence[Mapping[str, Any]]) -> list[tup
     return found[:1]
 
 
-def last(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+def last(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
     """The last value of a metric."""
-    return next((float(line[name]) for line in reversed(lines) if name in line), None)
+    return next((line[name] for line in reversed(lines) if name in line), None)
 
 
 def next_commands(verb: str, config: RunConfig) -> list[str]:
@@ -70,14 +69,14 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
     model = str(output / TRAINED_MODEL)
     task = ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])] if data.task else []
     following = {"pretrain": "convert", "convert": "sft", "sft": "grpo" if task else "dpo", "dpo": "grpo" if task else None}.get(verb)
-    commands = []
+    commands = list[list[str]]()
     changed = [name for name in ("text_column", "style", "split") if getattr(data, name) != DataConfig.model_fields[name].default]
     same_data = [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
     imports = [f"imports=[{', '.join(config.imports)}]"] if config.imports else []
     if following is not None:
         text = data.train if following == "convert" and isinstance(data.train, str) else EXAMPLES.get(following, "TEXT.jsonl")
-        commands.append([following, "--model", model, *(task or ["--data", text]), "--output", str(output.parent / following)])
-        commands[0] += [*same_data, *imports]
+        source = [*(task or ["--data", text]), "--output", str(output.parent / following)]
+        commands.append([following, "--model", model, *source, *same_data, *imports])
     elif task and not imports:  # of which `evaluate` knows nothing
         commands.append(["evaluate", model, *task, *(["--style", data.style] if data.style != "plain" else [])])
     if not task or not commands:

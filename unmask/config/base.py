@@ -45,7 +45,7 @@ class Config(pydantic.BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
-OPTIONS = {"model": "--model PATH_OR_ID", "output_dir": "--output DIR"}
+OPTIONS = {"model.path": "--model PATH_OR_ID", "output_dir": "--output DIR"}
 """The options of training verbs that set what is required."""
 
 
@@ -66,7 +66,8 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
         return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
     if errors[0]["type"] == "missing":
         key = ".".join([*path, str(errors[0]["loc"][-1])])
-        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {OPTIONS.get(key, f'{key}=VALUE')}")
+        option = OPTIONS.get(MEANT.get(key, key), f"{key}=VALUE")
+        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {option}")
     return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
 
 

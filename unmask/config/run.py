@@ -241,7 +241,7 @@ class RunConfig(Config):
 def import_modules(layers: Layers) -> None:
     """Import the modules that `imports` names. Raises ConfigError for one that cannot be imported."""
     with layers.naming_sources(), naming_setting("imports"):
-        for source in checked(layers.value_of("imports") or [], list[str], ""):
+        for source in checked(listed(layers.value_of("imports") or []), list[str], ""):
             load_module(source)
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 from unmask.commands.verbs import VERBS
+from unmask.config.base import OPTIONS
 from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.config.run import RunConfig, checked_fields
 from unmask.config.yaml import dump_yaml
@@ -19,8 +20,6 @@ from unmask.migration.formats import FORMATS, Format, format_named, merged, reco
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
 from unmask.redaction import masked
 
-NEEDED = {"model.path": "--model PATH", "output_dir": "--output DIR"}
-"""Required settings, and the options that set them."""
 TRAINING_ARGUMENTS = frozenset(field.name for field in dataclasses.fields(TrainingArguments) if field.init)
 
 
@@ -100,11 +99,11 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     for file in files:
         changes += [Change(name, value, "dropped", "", why) for name, value, why in file.notes]
     config = _checked(verb, settings, where)
-    missing = [option for key, option in NEEDED.items() if key not in settings]
+    missing = [option for key, option in OPTIONS.items() if key not in settings]
     if verb is not None and "data.train" not in settings and "data.task" not in settings:
         missing.append("--data FILE or --task NAME")
     elif verb == "grpo" and "rewards" not in settings and "data.task" not in settings:
-        missing.append("'rewards=[FILE.py:FUNCTION]'")
+        missing.append("rewards=FILE.py:FUNCTION")
     return Migration(" and ".join(each.title for each, _ in parts), verb, config, changes, missing)
 
 

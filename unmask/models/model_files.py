@@ -62,8 +62,7 @@ def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedC
     """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
     where = model_folder(where)
     folder = pathlib.Path(where)
-    in_folder = len(folder.parts) > 1 and folder.parent.is_dir()  # a name on the hub has one slash, too
-    if not folder.exists() and (in_folder or len(folder.parts) > 2 or where.startswith(("/", ".", "~"))):
+    if not folder.exists() and (len(folder.parts) > 2 or where.startswith(("/", ".", "~"))):  # a name on the hub has one slash
         raise ModelError("no such folder", where=where, remedy="Check the path")
     if (folder / ADAPTER_CONFIG_NAME).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
         remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"

@@ -167,8 +167,7 @@ class Rewards:
     ):
         listed = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
         if not listed:
-            remedy = "Give at least one: --rewards file.py:function, or a task that has one (--task); in Python reward_funcs"
-            raise ConfigError("no reward function", where="rewards", remedy=remedy)
+            raise ConfigError("no reward function", where="reward_funcs", remedy="Give at least one")
         weights = list(weights) if weights is not None else [1.0] * len(listed)
         if len(weights) != len(listed):
             what = f"{len(weights)} weights for {len(listed)} functions"
@@ -290,12 +289,12 @@ class Rewards:
         for row, failure in failures.items():
             on_all = failure.kind != "invalid" and len(failures) == len(values)
             where = f"reward function {name}" + ("" if on_all else f", completion {row}")
+            more = hint if failure.kind == "raised" else ""
             if self.errors == "raise":
-                raise TrainingError(failure.what, where=where, remedy=failure.remedy + (hint if failure.kind == "raised" else ""))
+                raise TrainingError(failure.what, where=where, remedy=failure.remedy + more)
             if (name, failure.kind) not in self._warned:
                 self._warned.add((name, failure.kind))
                 what = masked_text(" ".join(failure.what.split()))
-                more = hint if failure.kind == "raised" else ""
                 logger.warning(
                     "%s: %.400s. Where it fails, completions are unscored; further such failures are only counted%s", where, what, more
                 )

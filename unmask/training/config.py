@@ -99,7 +99,7 @@ class TrainingConfig(TrainingArguments):
         """Refuses unknown settings, all at once, with the names that they have here."""
         known = {each.name for each in fields(cls) if each.init}
         if unknown := [name for name in given if name not in known]:
-            remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known)).startswith("Did")]
+            remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError("no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy)
         return super().__new__(cls)

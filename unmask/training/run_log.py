@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -93,6 +94,15 @@ class RunLog:
     def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / LOG_NAME
         return MetricsLog(path).read() if path.exists() else []
+
+
+def numbers(lines: Iterable[Any]) -> list[dict[str, float]]:
+    """The numbers of each line of a log: null stands for one that was not finite, and a damaged log may hold anything."""
+    return [{name: value for name, value in line.items() if _is_number(value)} for line in lines if isinstance(line, dict)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def last_loss(lines: Sequence[Mapping[str, float]]) -> float:

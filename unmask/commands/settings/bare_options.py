@@ -75,7 +75,7 @@ class BareNames:
         found = self._find(name)
         if not found:
             options = [] if name in NAMES_ELSEWHERE else difflib.get_close_matches(f"--{name.replace('_', '-')}", self.options, cutoff=0.75)
-            near = options or near_keys(name, self.settings.values())
+            near = options or near_keys(name.rpartition(".")[2], self.settings.values())
             remedy = f"Did you mean {' or '.join(near)}?" if near else f"`unmask config {self.verb}` lists all settings"
             raise ConfigError(f"is no setting or option of {self.verb}", where=typed, remedy=remedy)
         if len(found) > 1:

@@ -109,5 +109,6 @@ def near_keys(name: str, settings: Iterable[Setting]) -> list[str]:
     keys: dict[str, list[str]] = {}
     for setting in settings:
         keys.setdefault(setting.name, []).append(setting.key)
-    names = [NAMES_ELSEWHERE[name]] if name in NAMES_ELSEWHERE else difflib.get_close_matches(name, keys)
+    same = name if name in keys else NAMES_ELSEWHERE.get(name)
+    names = difflib.get_close_matches(name, keys) if same is None else [same]
     return [key for near in names for key in keys.get(near, ())][:3]

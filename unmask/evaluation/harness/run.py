@@ -59,7 +59,8 @@ class _Tasks(TaskManager):
             super().__init__(include_path=folder)  # thousands of files
         for name in names:
             if name not in self.all_tasks and not Path(name).is_file():
-                raise ConfigError(f"lm-eval has no task {name!r}", where="lm-eval", remedy=_nearest(name, self.all_tasks))
+                remedy = did_you_mean(name, self.all_tasks, "`lm_eval ls tasks` lists them")
+                raise ConfigError(f"lm-eval has no task {name!r}", where="lm-eval", remedy=remedy)
         self.found: dict[str, Any] = {}
 
     def load(self, task_list: Any) -> Any:
@@ -170,9 +171,3 @@ def _refuse_unread(
         raise ConfigError("the likelihood of this model is exact", where="samples", remedy="Leave it out, or set the estimator elbo")
     for name in measures:
         model.samples_of(name)
-
-
-def _nearest(name: str, known: Sequence[str]) -> str:
-    """`did_you_mean` without the list of thousands of names."""
-    remedy = did_you_mean(name, known)
-    return remedy if remedy.startswith("Did") else "`lm_eval ls tasks` lists them"
