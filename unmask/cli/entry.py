@@ -69,7 +69,7 @@ class Commands(TyperGroup):
             raise typer.Exit(stopped.code) from stopped
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
-        except Exception as error:
+        except Exception as error:  # user code, too
             if ctx.obj or (found := _error_of_user(error)) is None:
                 raise
             _report(found)
