@@ -50,6 +50,16 @@ def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
     }
 
 
+def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path):
+    assert "nothing was learnt" in shown(tmp_path / "same", [{"reward": 0.5, "reward_std": 0.0}] * 2)["note"]
+    assert "note" not in shown(tmp_path / "differing", [{"reward": 0.5, "reward_std": 0.0}, {"reward": 0.5, "reward_std": 0.5}])
+
+
+def test_the_loss_of_a_conversion_is_of_its_last_stage(tmp_path):
+    lines = [{"loss": 4.0, "stage": 1}, {"loss": 3.5, "stage": 2}, {"train_loss": 3.75, "stage": 2}, {"train_loss": 1.5, "stage": 3}]
+    assert shown(tmp_path, lines)["loss"] == "4 → 1.5"
+
+
 def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out/evaluation.json").write_text("of another model")

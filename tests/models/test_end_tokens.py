@@ -160,7 +160,8 @@ def test_another_chat_template_brings_its_end(tmp_path):
     lm = load(write(tmp_path / "stock"))
     lm.set_chat_template(CHATML)
     assert lm.eos_token_ids == (EOS, IM_END)
-    lm.set_chat_template(TEMPLATES["simple"])
+    lm.set_chat_template("simple")
+    assert lm.tokenizer.chat_template == TEMPLATES["simple"]
     assert lm.eos_token_ids == (EOS, IM_END)
     lm.save(tmp_path / "own")
     assert load(tmp_path / "own").eos_token_ids == (EOS, IM_END)

@@ -38,13 +38,17 @@ def summarise(config: RunConfig, seconds: float) -> list[tuple[str, str]]:
 
 def _trained(lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     """Reward, the part of each function if there are several, or else the loss, and the accuracy: each from its first to its last value."""
-    values = {"loss": [loss]} if math.isfinite(loss := last_loss(lines)) else {}
     logged = dict.fromkeys(name for line in lines for name in line)
-    values |= {name: [line[name] for line in lines if name in line] for name in logged}
+    values = {name: [line[name] for line in lines if name in line] for name in logged}
+    if math.isfinite(loss := last_loss(lines)):
+        values.setdefault("loss", []).append(loss)
     parts = [name for name in logged if name.startswith("rewards/") and name.rpartition("/")[0] not in logged]
     names = ["reward", *(parts if len(parts) > 1 else [])] if "reward" in logged else ["loss", "accuracy"]
     ends = {name: (values[name][0], values[name][-1]) for name in names if name in values}
-    return [(name, " → ".join(dict.fromkeys(map(format_number, pair)))) for name, pair in ends.items()]
+    rows = [(name, " → ".join(dict.fromkeys(map(format_number, pair)))) for name, pair in ends.items()]
+    if "reward_std" in values and not any(values["reward_std"]):
+        rows.append(("note", "in each step all completions had the same reward: nothing was learnt"))
+    return rows
 
 
 def _held_out(config: RunConfig, lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:

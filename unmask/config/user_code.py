@@ -120,6 +120,14 @@ def names_in(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
     return [each for each, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__ and fits(value)]
 
 
+def refuse_file_alone(name: str, fits: Callable[[Any], bool], what: str) -> None:
+    """Raise ConfigError if a name is that of a file, without what is meant in it; it lists what the file has."""
+    if name.endswith(".py"):
+        found = names_in(load_module(name), fits) or ["NAME"]
+        remedy = f"Write {' or '.join(f'{name}:{each}' for each in found)}"
+        raise ConfigError(f"names a file, but no {what} in it", where=name, remedy=remedy)
+
+
 def load_module(source: str, target: str | None = None) -> ModuleType:
     """The module of a file, `path/to/file.py`, or the one of a name, `package.module`. A file whose text has not changed is run once.
 

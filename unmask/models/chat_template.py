@@ -46,7 +46,8 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
         DataError: there is no template, it is malformed, it exceeds the limits of `limited_templates.py`, or it refuses the messages.
     """
     if not tokenizer.chat_template:
-        remedy = f"Train with {SIMPLE}, which gives it one, use an instruction-tuned model, or give prompts as strings."
+        gives = f"{SIMPLE}, in Python lm.set_chat_template('simple'), which gives it one"
+        remedy = f"Train with {gives}; use an instruction-tuned model; or give prompts as strings."
         raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))

@@ -21,7 +21,7 @@ from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, stacked_rows, unpadded_mask
-from unmask.models.chat_template import turn_end
+from unmask.models.chat_template import TEMPLATES, turn_end
 from unmask.models.compiled import compile_model
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
@@ -176,8 +176,9 @@ class DiffusionLM:
         }
 
     def set_chat_template(self, template: str, *, ends: bool = True) -> None:
-        """Set the tokenizer's chat template; unless `ends` is False, the token that ends its turns becomes an end token."""
-        self.tokenizer.chat_template = template
+        """Set the tokenizer's chat template: a text, or the name of one of Unmask's (`simple`). Unless `ends` is False, the token that
+        ends its turns becomes an end token."""
+        self.tokenizer.chat_template = TEMPLATES.get(template, template)
         if ends:
             self.eos_token_ids = eos_first(self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))})
             set_end_tokens(self.model, self.eos_token_ids)

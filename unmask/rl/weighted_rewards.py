@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from unmask.config.user_code import load_named
+from unmask.config.user_code import load_named, refuse_file_alone
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.redaction import masked_text
@@ -68,6 +68,7 @@ def reward_functions_named(named: RewardFunction | str, workers: int = 0) -> lis
         return [RewardModel(named.removeprefix("model:"))]
     if ":" in named:
         return [WorkerReward(named, workers) if workers else _load_function(named)]
+    refuse_file_alone(named, lambda value: callable(value) and not isinstance(value, type), "function")
     return list(get_rewards(named))
 
 

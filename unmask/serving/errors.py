@@ -122,7 +122,9 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
         message = f"{cause.what}. {cause.remedy or ''}".strip()
     elif first["type"] in ("unknown", "extra_forbidden"):  # the latter of a nested config
         path += [context["param"]] if context else []
-        return error_response(f"{'.'.join(path)} is not a known field", 400, ".".join(path), "unknown_parameter")
+        name = ".".join(path)
+        where = f', but one of diffusion: "diffusion": {{"{name}": ...}}' if name in SamplerConfig.model_fields else ""
+        return error_response(f"{name} is not a known field{where}", 400, name, "unknown_parameter")
     elif first["type"] == "unsupported":
         field = ".".join([*path, context["param"]])
         return error_response(f"{field} is not supported{context['why']}", 400, field, "unsupported_parameter")
@@ -152,7 +154,8 @@ def add_error_handlers(app: FastAPI) -> None:
         path = request.url.path
         if path.startswith("/v1/") and not isinstance(request.scope.get("route"), APIRoute):  # embeddings, images, ...
             return error_response(f"{path} is not served. It generates text: see /v1/models and docs/serving.md", 404)
-        return error_response(f"{request.method} {path}: {error.detail}", error.status_code, **dict(error.headers or {}))
+        more = ". OpenAI's routes begin with /v1, which its clients take as a part of the address" if error.status_code == 404 else ""
+        return error_response(f"{request.method} {path}: {error.detail}{more}", error.status_code, **dict(error.headers or {}))
 
     app.add_exception_handler(StarletteHTTPException, answer)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from unmask.config.user_code import failing_as, load_class, load_module, names_in
+from unmask.config.user_code import failing_as, load_class, refuse_file_alone
 from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
@@ -236,11 +236,7 @@ def get_task(name: str) -> Task:
     """
     if ":" in name:
         return _load_task(name)
-    if name.endswith(".py"):
-        classes = names_in(load_module(name), _is_task) or ["NAME"]
-        raise ConfigError(
-            "names a file, but no task in it", where=name, remedy=f"Write {' or '.join(f'{name}:{each}' for each in classes)}"
-        )
+    refuse_file_alone(name, _is_task, "task")
     if name not in Task._known:
         own = "Name a class of your own as path/to/file.py:NAME"
         raise ConfigError(f"unknown task {name!r}", remedy=f"{did_you_mean(name, Task._known)} {own}")

@@ -106,8 +106,9 @@ def _is_number(value: Any) -> bool:
 
 
 def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
-    """The last loss that was logged; of a run that ended before, the mean over its steps. NaN: there were none."""
-    losses = [line[name] for name in ("train_loss", "loss") for line in lines if name in line]
+    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over its steps. NaN: none."""
+    stage = lines[-1].get("stage") if lines else None
+    losses = [line[name] for name in ("train_loss", "loss") for line in lines if name in line and line.get("stage") == stage]
     return losses[-1] if losses else math.nan
 
 

@@ -163,7 +163,9 @@ def test_completions_of_every_kind_of_prompt(client):
     assert echoed.choices[0].text.startswith("ab")
 
 
-def test_embeddings_are_refused(client):
+def test_routes_that_are_not_served_are_refused(client):
+    with pytest.raises(openai.NotFoundError, match=r"GET /models: Not Found.*begin with /v1"):
+        client.with_options(base_url=str(client.base_url).removesuffix("v1/")).models.list()
     with pytest.raises(openai.NotFoundError, match="/v1/embeddings is not served"):
         client.embeddings.create(model="tiny", input="text")
     with pytest.raises(openai.NotFoundError, match="/v1/responses is not served"):

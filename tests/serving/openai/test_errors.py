@@ -27,6 +27,7 @@ ENDLESS = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type"
 CONSTRAINED = {"constraint": {"regex": "a"}}
 REFUSED = [
     ("chat/completions", CHAT | {"mesages": 1}, "mesages", "is not a known field"),
+    ("chat/completions", CHAT | {"steps": 1}, "steps", 'is not a known field, but one of diffusion: "diffusion": {"steps": ...}'),
     ("chat/completions", CHAT | {"frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty is not supported, except 0"),
     ("chat/completions", CHAT | {"top_logprobs": 3}, "top_logprobs", "has no effect without logprobs"),
     ("chat/completions", CHAT | {"top_logprobs": 21, "logprobs": True}, "top_logprobs", "less than or equal to 20"),

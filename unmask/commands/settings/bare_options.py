@@ -15,6 +15,16 @@ from unmask.errors import NAMES_ELSEWHERE, ConfigError
 SECTIONS = (("training",), ("data",), ("model", "sampler", "lora"))
 """Where a setting without its section is looked up: a name of the first sections is not looked up in the later ones."""
 
+OPTIONS_ELSEWHERE = {
+    "model_name_or_path": "--model",
+    "model_name": "--model",
+    "dataset": "--data",
+    "dataset_name": "--data",
+    "train_file": "--data",
+    "reward_funcs": "--rewards",
+}
+"""Unmask's options, by their names in TRL and in transformers' examples."""
+
 
 class BareNames:
     """The settings of a verb by the names that a command line gives them.
@@ -31,6 +41,7 @@ class BareNames:
         self.verb, self.options = verb, options
         self.settings = {setting.key: setting for setting in settings_of_verb(verb)}
         self.keys: dict[str, str] = {}
+        self._lists = set[str]()  # that options have given
 
     def read_word(self, word: str) -> None:
         """Look up the name in a word `NAME=VALUE`.
@@ -57,6 +68,10 @@ class BareNames:
         name = typed.removeprefix("--")
         negated = name.startswith("no-") or name.startswith("no_")
         setting = self._look_up(name[3:] if negated else name, typed)
+        if setting.key in self._lists:
+            what = "is given twice, and the second value would replace the first"
+            raise ConfigError(what, where=typed, remedy=f"Write both at once: '{name}=[A, B]'")
+        self._lists |= {setting.key} if setting.type.startswith("list") else set()
         if negated and (has_value or not setting.is_switch):
             raise ConfigError("this form is for switches, and takes no value", where=typed, remedy=f"Write --{name[3:]} VALUE")
         if has_value:
@@ -75,6 +90,7 @@ class BareNames:
         found = self._find(name)
         if not found:
             options = [] if name in NAMES_ELSEWHERE else difflib.get_close_matches(f"--{name.replace('_', '-')}", self.options, cutoff=0.75)
+            options = [OPTIONS_ELSEWHERE[name]] if name in OPTIONS_ELSEWHERE else options
             near = options or near_keys(name.rpartition(".")[2], self.settings.values())
             remedy = f"Did you mean {' or '.join(near)}?" if near else f"`unmask config {self.verb}` lists all settings"
             raise ConfigError(f"is no setting or option of {self.verb}", where=typed, remedy=remedy)

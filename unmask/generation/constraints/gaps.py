@@ -152,4 +152,4 @@ def _check_length(gap: Gap, where: str, *, completion: bool) -> None:
     if completion:
         raise GenerationError(what, where=where, remedy=f"Set max_new_tokens to {longer or shortest} or more")
     fits = f"{longer}" if longer else f"fewer, such as {shortest}"
-    raise GenerationError(what, where=where, remedy=f"Write {fits} mask tokens for the gap")
+    raise GenerationError(what, where=where, remedy=f"Write {fits} mask tokens for the gap, or let its length be found (--max-gap)")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_
 import torch
 from torch import Tensor
 
-from unmask.config.user_code import load_class, naming_setting
+from unmask.config.user_code import load_class, naming_setting, refuse_file_alone
 from unmask.diffusion.log_probs import sum_over_views
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError, did_you_mean
@@ -313,6 +313,8 @@ def get_method(name: str) -> type[Method]:
     if ":" in name:
         with naming_setting("method"):
             return _load_method(name)
+    with naming_setting("method"):
+        refuse_file_alone(name, lambda value: isinstance(value, type) and issubclass(value, Method), "method")
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}", where="method", remedy=did_you_mean(name, METHODS))
     return METHODS[name]
