@@ -173,12 +173,12 @@ def test_the_published_file():
         ("Puzzle,Answer\n0234341221434321,1234341221434321\n", "row 0: no column 'Solution'"),
         ("Puzzle,Solution\n", "no rows"),
         ("", "empty"),
-        ("Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n", "row 2, column 'Puzzle'"),
-        ("Puzzle,Solution\n1234341221434321,1234341221434321\n", "row 1, column 'Puzzle'"),
-        ("Puzzle,Solution\n0234341221434321,1234341221434322\n", "row 1, column 'Solution'"),
-        ("Puzzle,Solution\n2000341221434321,1234341221434321\n", "row 1, column 'Solution'"),
-        ("Puzzle,Solution\n0234341221434321\n", "row 1: the number of fields"),
-        ("Puzzle,Solution\n0234341221434321,1234341221434321,9\n", "row 1: the number of fields"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n", "row 1, column 'Puzzle'"),
+        ("Puzzle,Solution\n1234341221434321,1234341221434321\n", "row 0, column 'Puzzle'"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434322\n", "row 0, column 'Solution'"),
+        ("Puzzle,Solution\n2000341221434321,1234341221434321\n", "row 0, column 'Solution'"),
+        ("Puzzle,Solution\n0234341221434321\n", "row 0: the number of fields"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434321,9\n", "row 0: the number of fields"),
     ],
 )
 def test_malformed_files_name_file_and_row(tmp_path, text, message):
