@@ -119,6 +119,7 @@ NAMES_ELSEWHERE = {
     "diffusion_steps": "steps",
     "p_mask_prompt": "prompt_mask_rate",
     "remasking": "policy",
+    "grpo": "diffu-grpo",
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }

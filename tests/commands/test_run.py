@@ -119,6 +119,16 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     assert (output / "precious.txt").read_text() == "results"
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
+def test_a_config_or_a_model_that_no_run_has_written_is_not_replaced(name, model, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / name).write_text("# mine\n")
+    result = unmask("sft", "--model", model, "--task", "sudoku", "--output", output, "--overwrite", *QUICK)
+    assert_refused(result, f"holds a {name} that no run has written", "Choose another output folder")
+    assert (output / name).read_text() == "# mine\n"
+
+
 @pytest.mark.parametrize("inside", ["model", "model/sft", "checkpoint-2/deep", "stage-1", ".unfinished", "link"])
 def test_what_a_run_replaces_is_refused_as_the_output_of_another(inside, model, tmp_path):
     run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.save_steps=2", "--output"]

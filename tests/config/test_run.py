@@ -244,7 +244,7 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
         model=ModelConfig(
             path=draw(names), block_size=draw(maybe), logit_shift=draw(st.none() | st.booleans()), revision=draw(st.none() | texts)
         ),
-        data=DataConfig(train=draw(st.none() | texts), max_rows=draw(maybe), seed=draw(st.integers())),
+        data=DataConfig(train=draw(st.none() | names), max_rows=draw(maybe), seed=draw(st.integers())),
         sampler=SamplerConfig(
             temperature=draw(st.just(0.0) | st.floats(1e-6, 1e6)), top_p=draw(st.floats(0, 1, exclude_min=True)), steps=draw(maybe)
         ),

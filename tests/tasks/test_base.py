@@ -207,8 +207,11 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     with pytest.raises(DataError, match=r"row 1: no column 'word'"):
         list(task.rows([("row 1", {"words": "b"})]))
     assert len(task.generate("train", 2, 0)) == 2
-    with pytest.raises(ConfigError, match="3 different problems requested, 2 found"):
+    with pytest.raises(ConfigError, match=r"3 different problems requested, 2 found\. Request fewer \(data\.max_rows=2\)"):
         task.generate("train", 3, 0)
+    monkeypatch.setattr(Echo, "draw", lambda self, split, rng: {"word": "a"})
+    with pytest.raises(ConfigError, match=r"echo: draw returned \{'word': 'a'\}, which is no row"):
+        task.generate("train", 1, 0)
 
 
 def test_the_task_of_the_documentation(monkeypatch, tmp_path):

@@ -525,8 +525,14 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is below 1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is below 1"),
+        ({"per_device_train_batch_size": 0}, r"per_device_train_batch_size: 0 is not valid\. Use 1 or more"),
+        ({"lr_scheduler_kwargs": {"num_cycles": 2}}, "lr_scheduler_kwargs: linear does not take {'num_cycles': 2}: .*unexpected"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "lr_scheduler_kwargs": {"num_cycles": "a"}}, "does not take .*could not convert"),
+        ({"seed": -1}, "seed: -1 is not valid. Use 0 or more, below 4,294,967,296"),
+        ({"learning_rate": float("nan")}, "learning_rate: nan is not valid"),
+        ({"dataloader_num_workers": -1}, "dataloader_num_workers: -1 is not valid"),
+        ({"max_steps": 0}, "max_steps: 0 is not valid. Use 1 or more, or -1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not valid"),
         ({"score_chunk": -1}, "score_chunk: -1 is out of range. Use at least 1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),

@@ -21,7 +21,7 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError
+from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError, first_line
 from unmask.redaction import shell_line, shown
 from unmask.sandbox.cli import app as sandbox
 
@@ -32,6 +32,7 @@ from unmask.cli.compare import compare
 from unmask.cli.doctor import doctor
 from unmask.cli.evaluate import EvaluateCommand, evaluate
 from unmask.cli.generate import generate
+from unmask.cli.help_tables import keep_names_whole
 from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
@@ -49,6 +50,9 @@ PATH_ERRORS = {
     errno.ENOSPC: ("no space is left on the device", "Free some, or choose another path"),
 }
 """What is said of errors of the system that a path of the user causes."""
+
+
+keep_names_whole()
 
 
 class Commands(TyperGroup):
@@ -80,6 +84,9 @@ def _error_of_user(error: Exception) -> UnmaskError | None:
     """What the user can mend, in their code too; None: a fault of Unmask or a library, whose traceback is shown."""
     if isinstance(error, UnmaskError):
         return error
+    if type(error).__module__.startswith("huggingface_hub."):
+        remedy = "Check the network, the name and `hf auth login`, or leave the hub out"
+        return ConfigError(first_line(error), where="the hub", remedy=remedy)
     if (own := error_of_named_code(error)) or not isinstance(error, OSError) or error.errno not in PATH_ERRORS:
         return own
     path = None if error.filename is None else str(error.filename)  # unknown where a file that is open cannot grow

@@ -79,7 +79,9 @@ def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> 
         option = name.replace("_", "-")
         if word.startswith("--") and option in is_flag:
             options.append(word)
-            if words and not equals and not is_flag[option]:
+            if not equals and not is_flag[option]:
+                if not words or words[0].startswith("--"):
+                    raise ConfigError("has no value", where=name, remedy=f"Write {name} VALUE, or {name}=VALUE")
                 options.append(words.popleft())
         elif word.startswith("--"):
             settings.append(names().read_option(word, words))

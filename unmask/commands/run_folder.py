@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from transformers.utils import CONFIG_NAME
 
 from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.commands.inputs import task_of
@@ -74,12 +75,19 @@ class RunFolder:
             refuse_nothing(self.path)
         if not self.in_place:
             _refuse_inside(self.path)
+            self._refuse_other_files()
         with self.locked():
             check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
             if self.resume:
                 RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
             yield
+
+    def _refuse_other_files(self) -> None:
+        """Raise TrainingError if the folder is that of a model, or has a config of the user's, which the run would mix with or replace."""
+        found = [name for name in (RUN_CONFIG, CONFIG_NAME) if (self.path / name).exists()]
+        if found and not (self.path / RUN_MANIFEST).exists():
+            raise TrainingError(f"holds a {found[0]} that no run has written", where=str(self.path), remedy="Choose another output folder")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

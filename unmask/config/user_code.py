@@ -69,7 +69,7 @@ def failing_as(kind: type[UnmaskError], what: str, *, where: str, remedy: str) -
         yield
     except UnmaskError:
         raise
-    except Exception as error:  # user code
+    except (Exception, SystemExit) as error:  # user code
         raise kind(f"{what} raised {type(error).__name__}: {error}{_line_of(error)}", where=where, remedy=remedy) from error
 
 

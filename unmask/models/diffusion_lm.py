@@ -176,8 +176,7 @@ class DiffusionLM:
         }
 
     def set_chat_template(self, template: str, *, ends: bool = True) -> None:
-        """Set the tokenizer's chat template: a text, or the name of one of Unmask's (`simple`). Unless `ends` is False, the token that
-        ends its turns becomes an end token."""
+        """Set the chat template: a text, or Unmask's `simple`. Unless `ends` is False, the token that ends turns becomes an end token."""
         self.tokenizer.chat_template = TEMPLATES.get(template, template)
         if ends:
             self.eos_token_ids = eos_first(self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))})

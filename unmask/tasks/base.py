@@ -210,10 +210,14 @@ class Puzzle(Task):
             if len(rows) >= count:
                 break
             if row := self.draw(split, rng):
+                if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
+                    remedy = "Return a dictionary with a text under prompt, such as self.make_row(...) makes"
+                    raise ConfigError(f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy)
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
-            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task")
+            fewer = f"data.{'max_rows' if split == 'train' else 'eval_rows'}={len(rows)}" if rows else "fewer"
+            raise ConfigError(what, where=f"{self.name}, {split}", remedy=f"Request fewer ({fewer}), or widen the range of the task")
         return list(rows.values())
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:

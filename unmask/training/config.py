@@ -12,11 +12,11 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainingArguments, get_scheduler
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
-from unmask.errors import ConfigError, UnmaskWarning, did_you_mean
+from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
@@ -50,6 +50,12 @@ class Part(NamedTuple):
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
 UNRECORDED = {"output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"}
 """Settings of a launch, and secrets."""
+RANGES = {
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), (1, math.inf)),
+    **dict.fromkeys(("learning_rate", "weight_decay", "dataloader_num_workers"), (0, math.inf)),
+    "seed": (0, 2**32),
+}
+"""The least value of settings, and what is above all values."""
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
@@ -126,11 +132,12 @@ class TrainingConfig(TrainingArguments):
         alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
         check_settings(self, self._is_set)
-        if args.learning_rate < 0:
-            raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if (value := getattr(args, name)) < 1:
-                raise ConfigError(f"{value} is below 1", where=name, remedy="Use 1 or more")
+        for name, (least, limit) in RANGES.items():
+            if not least <= (value := getattr(args, name)) < limit:  # nor NaN
+                below = "" if limit == math.inf else f", below {limit:,}"
+                raise ConfigError(f"{value} is not valid", where=name, remedy=f"Use {least} or more{below}")
+        if args.max_steps == 0 or args.max_steps < -1:
+            raise ConfigError(f"{args.max_steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
@@ -138,6 +145,8 @@ class TrainingConfig(TrainingArguments):
         check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
+        elif args.lr_scheduler_kwargs:
+            _try_schedule(args)
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
@@ -206,6 +215,7 @@ class TrainingConfig(TrainingArguments):
         yield Conflict("model.tokenizer", model.tokenizer and not model.from_scratch, what, remedy)
         for other, what in {"quantization": "new weights are not quantised", "device_map": "new weights are made on one device"}.items():
             yield Conflict(f"model.from_scratch and model.{other}", model.from_scratch and getattr(model, other), what, one)
+        yield Conflict("rewards", run.rewards and not self.generates, "only grpo reads rewards", "Leave it out")
         both = model.quantization and model.device_map
         yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
 
@@ -297,6 +307,16 @@ def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
         remedy = "Leave it out, or use smaller batches"
         raise ConfigError(f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy)
     return math.ceil(len(rows) // size / args.gradient_accumulation_steps)
+
+
+def _try_schedule(args: TrainingArguments) -> None:
+    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule does not take: transformers makes it after the data are read."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    try:
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs))
+    except (TypeError, ValueError) as error:
+        what = f"{args.lr_scheduler_type.value} does not take {args.lr_scheduler_kwargs}: {first_line(error)}"
+        raise ConfigError(what, where="lr_scheduler_kwargs", remedy="See transformers' documentation of this schedule") from error
 
 
 def total_steps(args: TrainingArguments, rows: Any) -> int:

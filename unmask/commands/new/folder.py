@@ -37,4 +37,6 @@ def write_templates(folder: Path, kind: str, model: str | None) -> None:
 def quoted_path(model: str) -> str:
     """The model for YAML and for a shell, absolute if it is a folder: the commands run in another one."""
     path = str(Path(model).resolve()) if Path(model).exists() else model
-    return path if shlex.quote(path) == path else json.dumps(path, ensure_ascii=False)
+    if "'" in path:
+        return json.dumps(path, ensure_ascii=False)
+    return path if shlex.quote(path) == path else f"'{path}'"
