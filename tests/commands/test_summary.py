@@ -60,9 +60,10 @@ def test_the_loss_of_a_conversion_is_of_its_last_stage(tmp_path):
     assert shown(tmp_path, lines)["loss"] == "4 → 1.5"
 
 
-def test_the_next_command_asks_for_as_many_problems(tmp_path):
-    command = next_commands("sft", config(tmp_path, task="sudoku", max_rows=64))[0]
-    assert "--task sudoku" in command and "data.max_rows=64" in command
+def test_the_next_command_asks_for_as_many_problems_of_a_task_of_the_user(tmp_path):
+    command = next_commands("sft", config(tmp_path, task="my.py:Mine", max_rows=64))[0]
+    assert "--task my.py:Mine" in command and "data.max_rows=64" in command
+    assert "rows" not in next_commands("sft", config(tmp_path, task="sudoku", max_rows=64))[0]
 
 
 def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):

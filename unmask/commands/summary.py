@@ -74,7 +74,8 @@ def next_commands(verb: str, config: RunConfig) -> list[str]:
     task = ["--task", data.task, *(["--data", data.train] if isinstance(data.train, str) else [])] if data.task else []
     following = {"pretrain": "convert", "convert": "sft", "sft": "grpo" if task else "dpo", "dpo": "grpo" if task else None}.get(verb)
     commands = list[list[str]]()
-    kept = ("text_column", "style", "split", *(("max_rows", "eval_rows") if task and data.train is None else ()))
+    few = ":" in str(data.task) and data.train is None  # a task of the user may have few problems
+    kept = ("text_column", "style", "split", *(("max_rows", "eval_rows") if few else ()))
     changed = [name for name in kept if getattr(data, name) != DataConfig.model_fields[name].default]
     same_data = [f"data.{name}={getattr(data, name)}" for name in changed] if task or following == "convert" else []
     imports = [f"imports=[{', '.join(config.imports)}]"] if config.imports else []
