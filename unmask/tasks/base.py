@@ -211,7 +211,7 @@ class Puzzle(Task):
                 break
             if row := self.draw(split, rng):
                 if not (isinstance(row, dict) and isinstance(row.get("prompt"), str)):
-                    remedy = "Return a dictionary with a text under prompt, such as self.make_row(...) makes"
+                    remedy = "Return self.row(...), which has a text under prompt, or None (docs/tasks.md has an example)"
                     raise ConfigError(f"draw returned {row!r:.80}, which is no row", where=self.name, remedy=remedy)
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
