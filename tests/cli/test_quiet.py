@@ -149,12 +149,23 @@ SFT = ["sft", "--model", "convert/model", *TASK]
     "arguments",
     [
         ["grpo", "--model", "convert/model", "--output", "grpo", *TASK, *GRPO],
-        ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "training.max_steps=12", "--dry-run"],
         ["evaluate", "convert/model", "--task", "sudoku", "--rows", "4", "--likelihood", "text.txt", "--output", "result.json"],
         *(
             pytest.param(arguments, marks=pytest.mark.nightly)
             for arguments in (
                 ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
+                [
+                    "convert",
+                    "--model",
+                    "convert/model",
+                    "--data",
+                    "text.txt",
+                    "--output",
+                    "dry",
+                    *QUICK,
+                    "training.max_steps=12",
+                    "--dry-run",
+                ],
                 [*SFT, "--output", "dry", "--dry-run"],
                 ["profile", "--steps", "1", *SFT, "--output", "profile"],
                 ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],

@@ -484,7 +484,7 @@ trainer.accelerator.end_training()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/training/test_equal_runs.py compares all verbs
 def test_two_processes_train_as_one_does(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -82,7 +82,7 @@ def sequences(url: str) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grace", [3600, 0])
+@pytest.mark.parametrize("grace", [pytest.param(3600, marks=pytest.mark.nightly), 0])
 def test_sigterm_under_load_loses_no_accepted_answer(grace: int, tmp_path: Path) -> None:
     """Those that run and those that wait are answered, whole or in a stream; or, if the time for that is over, end with a clear error."""
     lm, size = model(), 400

@@ -28,7 +28,7 @@ NIGHTLY = {
     *[("kto", mode) for mode in ("fsdp", "zero2")],
     *[("convert", mode) for mode in ("ddp", "fsdp", "zero1", "zero2", "zero3")],
     *[("tokens", mode) for mode in ("ddp", "fsdp", "zero3")],
-    *[("convert-blocks", "zero2"), ("sequences", "ddp"), ("sequences", "zero3"), ("grpo", "zero2-offload")],
+    *[("convert-blocks", "zero2"), ("sequences", "ddp"), ("sequences", "zero3"), ("grpo", "zero2-offload"), ("dpo", "fsdp")],
 }
 """What other runs cover in part: each trainer, FSDP with offload and without it, ZeRO 2 and ZeRO 3 are among those that remain."""
 SFT_MODES = ("fsdp", "fsdp-offload", "zero1", "zero2", "zero3", "zero2-offload")

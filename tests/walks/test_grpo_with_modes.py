@@ -55,7 +55,7 @@ def refused(*arguments: str | Path) -> str:
 # The quick start.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_task_and_a_mode_by_the_script_and_by_variables_alone(model, work):
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
     variables = {"DIFFU_MODEL_PATH": str(model), "DIFFU_DATASET": "sudoku", "DIFFU_MIXED_PRECISION": "true", "DIFFU_BATCH_SIZE": "6"}

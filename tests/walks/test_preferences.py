@@ -128,7 +128,7 @@ def test_the_recipe_for_a_card_of_16_gb_takes_overrides(project, stories):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["script", "accelerate"])
+@pytest.mark.parametrize("launcher", ["script", pytest.param("accelerate", marks=pytest.mark.nightly)])
 def test_the_launchers_of_its_guide(launcher, project, stories):
     migrated()
     flags = ["--model_name_or_path", stories, "--preference_data_path", "data/preference_data/reasoning_prefs.jsonl"]

@@ -138,7 +138,7 @@ def test_a_killed_evaluation_goes_on(folder):
     assert same
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/evaluation/harness/test_model.py compares two processes with one
 def test_two_processes_give_the_result_of_one(folder):
     expected = finished(folder, *ALL)
     words = ["evaluate", folder / "model", "--include-path", folder, *ALL, "--output", folder / "two.json"]

@@ -344,8 +344,15 @@ def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkey
     check("sft", name, runs, tmp_path / "run")
 
 
+STOCK = {each.name for each in dataclasses.fields(TrainingArguments)}
+"""The settings of transformers. They act in the loop that all trainers share: `sft` and `grpo` try them, the other verbs each night."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("verb", "name"), ALL)
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (case[0] not in ("sft", "grpo") and case[1] in STOCK)) for case in ALL],
+)
 def test_every_setting_acts_as_declared(verb, name, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check(verb, name, runs, tmp_path / "run")
