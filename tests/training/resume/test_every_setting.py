@@ -264,6 +264,10 @@ ALL = [
 ]
 
 
+STOCK = {each.name for each in dataclasses.fields(TrainingArguments)}
+"""The settings of transformers. They act in the loop that all trainers share: `sft` and `grpo` try them, the other verbs each night."""
+
+
 @pytest.mark.parametrize("verb", CONFIGS)
 def test_the_record_of_a_run_has_every_setting(verb, tmp_path):
     args = CONFIGS[verb](output_dir=str(tmp_path), use_cpu=True, **(GRPO if verb == "grpo" else {}))
@@ -305,10 +309,9 @@ WITHOUT_A_DECLARATION = {
 
 
 def test_a_new_setting_declares_its_kind_or_is_known_to_make_another_run():
-    stock = {each.name for each in dataclasses.fields(TrainingArguments)}
     own = {each.name: each.metadata.get("on_resume") for config in CONFIGS.values() for each in dataclasses.fields(config) if each.init}
     sections = kinds_of(RunConfig) | kinds_of(RolloutConfig, "training.rollout.")
-    undeclared = {name for name, kind in own.items() if kind is None and name not in stock}
+    undeclared = {name for name, kind in own.items() if kind is None and name not in STOCK}
     assert undeclared | {name for name, kind in sections.items() if kind is OnResume.OTHER} == WITHOUT_A_DECLARATION
 
 
@@ -342,10 +345,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check("sft", name, runs, tmp_path / "run")
-
-
-STOCK = {each.name for each in dataclasses.fields(TrainingArguments)}
-"""The settings of transformers. They act in the loop that all trainers share: `sft` and `grpo` try them, the other verbs each night."""
 
 
 @pytest.mark.slow
