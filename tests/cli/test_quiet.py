@@ -154,18 +154,7 @@ SFT = ["sft", "--model", "convert/model", *TASK]
             pytest.param(arguments, marks=pytest.mark.nightly)
             for arguments in (
                 ["dpo", "--model", "convert/model", "--data", "PREFERENCES.jsonl", "--output", "dpo", *QUICK],
-                [
-                    "convert",
-                    "--model",
-                    "convert/model",
-                    "--data",
-                    "text.txt",
-                    "--output",
-                    "dry",
-                    *QUICK,
-                    "training.max_steps=12",
-                    "--dry-run",
-                ],
+                ["convert", "--model", "convert/model", "--data", "text.txt", "--output", "dry", *QUICK, "--max-steps=12", "--dry-run"],
                 [*SFT, "--output", "dry", "--dry-run"],
                 ["profile", "--steps", "1", *SFT, "--output", "profile"],
                 ["evaluate", "convert/model", "--lm-eval", "quiz", "--include-path", "tasks", "--rows", "4", "--samples", "4"],
