@@ -123,7 +123,7 @@ NAMES_ELSEWHERE = {
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }
-"""Unmask's names of settings, and of a method, by those of other training loops (docs/switches.md), of TRL and of d1 (docs/migration.md)."""
+"""Unmask's names of settings and a method by those of other training loops (docs/switches.md), of TRL and of d1 (docs/migration.md)."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
