@@ -21,7 +21,8 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError, first_line
+from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError, first_line
+from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shell_line, shown
 from unmask.sandbox.cli import app as sandbox
 
@@ -223,6 +224,7 @@ def inspect(
     """Describe a model, what conversion would change, and what training takes on each machine.
 
     That is the memory and time of a training step, the time of a pass of generation, and what bounds both. The weights are not read."""
+    check_model(model.path, weights=False)
     from unmask.planning.blueprint import Blueprint
     from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
     from unmask.planning.step_time import BOUNDS
@@ -277,7 +279,7 @@ def export(
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
     check_output_folder(output, overwrite=overwrite)
-
+    check_model(model.path)
     from unmask.models.export import export as export_model
 
     export_model(load_model(model), output, layout)
@@ -346,6 +348,9 @@ def report(
     refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     if png:
         check_output_folder(png, overwrite=overwrite)
+    for source in sources:
+        if not source.exists():
+            raise DataError("no such file or folder", where=str(source), remedy=near_path(source))
     from unmask.commands.report import report_of
     from unmask.evaluation.report.page import write_page
     from unmask.evaluation.report.pictures import write_pictures

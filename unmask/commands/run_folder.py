@@ -18,7 +18,7 @@ from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
-from unmask.models.model_files import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
+from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in

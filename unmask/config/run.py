@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -369,12 +369,17 @@ def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed
     """
     known = {field.name for field in dataclasses.fields(cls) if field.init} - set(fixed)
     hints = typing.get_type_hints(cls, include_extras=True)
-    for key in mapping:
+    refuse_unknown(mapping, known, where, fixed)
+    return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
+
+
+def refuse_unknown(keys: Iterable[str], known: Collection[str], where: str, fixed: Collection[str] = ()) -> None:
+    """Raise ConfigError for a key that a section does not have, or that the run sets itself (`fixed`)."""
+    for key in keys:
         if key in fixed:
             raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section")
         if key not in known:
             raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
-    return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:

@@ -16,6 +16,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
+from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
@@ -27,7 +28,6 @@ from unmask.training.hardware_checks import amp_faster, amp_supported, set_backe
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.resume.stock_settings import stock_kind
 from unmask.training.sharding import deepspeed_config
-from unmask.training.trackers import check_trackers
 
 
 class Conflict(NamedTuple):
