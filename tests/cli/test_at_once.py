@@ -31,7 +31,7 @@ HELP = [
     *([verb, "--help"] for verb in ("generate", "chat", "evaluate", "serve", "inspect", "export", "compare", "report", "runs", "demo")),
     *([verb, "--help"] for verb in ("new", "migrate", "config", "doctor", "profile", "sandbox")),
 ]
-ANSWERS = [["config", "grpo", "learning"], ["migrate", "trl.yaml"], ["runs", "."], ["--version"]]
+ANSWERS = [["config", "grpo", "learning"], ["migrate", "trl.yaml"], ["new", "mine"], ["runs", "."], ["--version"]]
 
 
 def mistakes() -> list[list[str]]:
