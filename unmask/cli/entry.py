@@ -278,8 +278,8 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
-    check_output_folder(output, overwrite=overwrite)
     check_model(model.path)
+    check_output_folder(output, overwrite=overwrite, inputs=[model.path])
     from unmask.models.export import export as export_model
 
     export_model(load_model(model), output, layout)
@@ -300,7 +300,7 @@ def migrate(
 ) -> None:
     """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the changes."""
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files)
     from unmask.artifacts import write_atomic
     from unmask.migration.migrate import migrate as migrate_files
 
@@ -345,9 +345,9 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output files if they exist.")] = False,
 ) -> None:
     """Write one page of runs and evaluations: curves, scores, speed against quality, decoding order, answers."""
-    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
     if png:
-        check_output_folder(png, overwrite=overwrite)
+        check_output_folder(png, overwrite=overwrite, inputs=sources)
     for source in sources:
         if not source.exists():
             raise DataError("no such file or folder", where=str(source), remedy=near_path(source))

@@ -70,13 +70,14 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
+    sources = list(filter(None, (*evaluation.sources.values(), evaluation.likelihood)))
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
     for path in filter(None, (model.path, evaluation.against)):
         check_model(path)
     for task in evaluation.tasks:
         get_task(task)
-    for source in filter(None, (*evaluation.sources.values(), evaluation.likelihood)):
+    for source in sources:
         check_source(source)
     from unmask.commands.evaluate import evaluate as run_evaluation
     from unmask.commands.evaluate import refuse_unread

@@ -24,7 +24,7 @@ from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
 from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
-from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.config.run import RunConfig, check_output_folder, import_modules, inputs_of, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.config.trackers import check_trackers
 from unmask.console import for_stdout, is_first_process, show_table
 from unmask.data.sources import check_source
@@ -215,7 +215,8 @@ def train(
 def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     check_inputs(settings)
     in_place = resumes_in_place(settings.output_dir, resume)
-    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
+    inputs = inputs_of(settings)
+    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
     from unmask.training.durable.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):

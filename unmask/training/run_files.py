@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from unmask.artifacts import read_file
+from unmask.models.model_paths import RUN_MANIFEST
 
 LOG_NAME = "training_logs.json"
 SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
 """The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written into a folder: it has a log of one, or a manifest with its verb."""
+    with suppress(OSError, ValueError, TypeError, RecursionError):
+        return (folder / LOG_NAME).is_file() or "verb" in json.loads(read_file(folder / RUN_MANIFEST))
+    return False
 
 
 def numbers(lines: Iterable[Any]) -> list[dict[str, float]]:
