@@ -420,7 +420,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
         ("convert", ["lora.r=2", "training.time_embedding=true"], ["time_embedding", "without lora"]),
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
-        ("pretrain", ["data.train=[{path: a.txt}]"], ["data.task", "no stream and no mixture"]),
+        ("pretrain", ["data.train=[{path: docs/samples/stories.txt}]"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.shuffle_buffer=9"], ["data.shuffle_buffer", "data.streaming"]),
         ("pretrain", ["data.train=[{path: a.txt, weight: 0}]"], ["data.train.0.weight (command line): 0 is not valid", "greater than 0"]),
     ],
