@@ -38,6 +38,7 @@ from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
+from unmask.cli.threads import use_one_thread
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
@@ -376,8 +377,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
-    if quick:  # products of this size are no faster on several threads, and slower on a busy machine
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    use_one_thread()
     from unmask.demo import QUICK, run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)

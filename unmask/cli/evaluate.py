@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.threads import choose_threads
 from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
@@ -79,6 +80,7 @@ def evaluate(
         get_task(task)
     for source in sources:
         check_source(source)
+    choose_threads(model.path)
     from unmask.commands.evaluate import evaluate as run_evaluation
     from unmask.commands.evaluate import refuse_unread
     from unmask.commands.processes import Processes

@@ -22,6 +22,7 @@ from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
+from unmask.cli.threads import choose_threads
 from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
 from unmask.config.run import RunConfig, check_output_folder, import_modules, inputs_of, resolve, resumes_in_place, split_resume, to_yaml
@@ -217,6 +218,7 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     in_place = resumes_in_place(settings.output_dir, resume)
     inputs = inputs_of(settings)
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
+    choose_threads(settings.model.path)
     from unmask.training.durable.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):
