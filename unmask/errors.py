@@ -103,6 +103,8 @@ NAMES_ELSEWHERE = {
     "max_seq_length": "max_length",
     "lr": "learning_rate",
     "rank": "r",
+    "source": "train",
+    "sources": "train",
     "no_cuda": "use_cpu",
     "loss_type": "aggregation",
     "scale_rewards": "advantage",

@@ -78,7 +78,7 @@ def test_what_several_keys_say_together_is_told_once(tmp_path):
     rows = {row[0].partition(" = ")[0]: row for row in migrate([path]).table()}
     assert "'rate': 0.5" in rows["stage1_epochs"][2]
     assert rows["stage2_epochs"][2] == rows["stage3_epochs"][2] == "training.num_train_epochs, training.stages, as above"
-    assert rows["eval_steps"][1] == "kept" and "training.eval_strategy=steps" in rows["eval_steps"][3]
+    assert rows["eval_steps"][1] == "dropped" and "training.eval_strategy=steps" in rows["eval_steps"][3]
 
 
 def test_the_later_file_wins_and_the_row_says_so(tmp_path):

@@ -163,6 +163,13 @@ def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
 
 
+def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no effect without eval_strategy") as refused:
+        SFTConfig(output_dir=str(tmp_path), eval_steps=1)
+    assert refused.value.where == "eval_steps"
+    assert SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy="steps").eval_steps == 1
+
+
 @pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
 def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
     args = cls(output_dir=str(tmp_path))

@@ -148,6 +148,9 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError(f"{value} is not valid", where=name, remedy=f"Use {least} or more{below}")
         if args.max_steps == 0 or args.max_steps < -1:
             raise ConfigError(f"{args.max_steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
+        if args.eval_steps is not None and args.eval_strategy == "no":
+            remedy = "Set eval_strategy to steps, or leave it out"
+            raise ConfigError("has no effect without eval_strategy", where="eval_steps", remedy=remedy)
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
@@ -188,7 +191,8 @@ class TrainingConfig(TrainingArguments):
 
     def shortened(self, steps: int) -> dict[str, Any]:
         """The settings of a short run with `steps` steps of every part, which saves nothing."""
-        quiet = {"save_strategy": "no", "eval_strategy": "no", "logging_steps": 1, "report_to": "none", "logging_dir": None}
+        quiet = {"save_strategy": "no", "eval_strategy": "no", "eval_steps": None, "report_to": "none", "logging_dir": None}
+        quiet["logging_steps"] = 1
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
