@@ -23,7 +23,9 @@ from unmask.data.decoding import (
 )
 from unmask.data.encoding import encode_completion, encode_pair, encode_prompt
 
-texts = st.text(string.ascii_letters + " .,:'\n()=+é猫🙂", max_size=30) | st.sampled_from([" there", "there", ", there", "  x", "\n\nx", "don't"])
+texts = st.text(string.ascii_letters + " .,:'\n()=+é猫🙂", max_size=30) | st.sampled_from(
+    [" there", "there", ", there", "  x", "\n\nx", "don't"]
+)
 prompts = texts.map(lambda text: "Once" + text)
 SEQUENCES = st.lists(st.integers(0, 599), max_size=30)
 WRITES_ALONE = [kind for kind in KINDS if kind != "wordpiece-cleaned"]
@@ -140,6 +142,15 @@ def test_it_may_grow_and_what_is_settled_stays(kind, prompt, ids, data):
         assert settled.startswith(sent)
         sent = settled
     assert text_after(made, before, ids).startswith(sent)
+
+
+def test_half_a_character_and_spaces_that_may_go_are_held_back():
+    ids = tokenizer("bytes")("Once 猫")["input_ids"]
+    assert [GrowingText(tokenizer("bytes")).settled(ids[:count]) for count in (len(ids) - 1, len(ids))] == ["Once ", "Once 猫"]
+    cleaned = tokenizer("wordpiece-cleaned")
+    ids = cleaned("girl don't")["input_ids"]
+    assert GrowingText(cleaned).read(ids) == "girl don't" and GrowingText(cleaned).read(ids[:-1]) == "girl don '"
+    assert "girl don't".startswith(GrowingText(cleaned).settled(ids[:-1]))
 
 
 def test_few_tokens_are_decoded_each_time(monkeypatch):

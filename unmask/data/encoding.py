@@ -127,7 +127,8 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     """
     if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
+        ids = encode_prompt(tokenizer, prompt)
+        return ids, _finish(tokenizer, [*encode_completion(tokenizer, ids, text), *end], ends)
     if not (is_messages(prompt) and is_messages(completion)):
         what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
