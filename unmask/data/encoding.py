@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from unmask.data.decoding import has_text, text_after
+from unmask.data.decoding import has_text
 from unmask.data.special_tokens import END, START, as_text, encode, without_marks
 from unmask.errors import DataError
 from unmask.models.chat_template import render_template
@@ -101,19 +101,20 @@ def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer adds a space before a text, as SentencePiece does."""
     letter = encode(tokenizer, "a")
-    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or text_after(tokenizer, letter, letter) == " a"
+    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text without the space that the tokenizer adds: encoded after another one, whose ids are dropped. The other one is one
-    that no token joins to the text, and after which the text comes back (a normalizer may drop line breaks), if there is one."""
-    letter, written = encode(tokenizer, "a"), without_marks(text)
+    """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are dropped.
+    That is the first one after which the text comes back when it is decoded, if there is any. After some it does not:
+    a normalizer may drop line breaks, or a token be of both texts."""
+    letter, expected = encode(tokenizer, "a"), "a" + without_marks(text)
     found = []
     for start in ("\n", ".", "a"):
         before, ids = encode(tokenizer, start), encode(tokenizer, start + text)
         if ids[: len(before)] == before:
             found.append(ids[len(before) :])
-            if text_after(tokenizer, letter, found[-1]) == written:
+            if tokenizer.decode([*letter, *found[-1]], skip_special_tokens=True) == expected:
                 return found[-1]
     return found[0] if found else encode(tokenizer, text)
 
