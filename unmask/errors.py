@@ -120,6 +120,8 @@ NAMES_ELSEWHERE = {
     "p_mask_prompt": "prompt_mask_rate",
     "remasking": "policy",
     "grpo": "diffu-grpo",
+    "masking_strategy": "masking",
+    "enable_performance_logging": "performance_log_interval",
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }

@@ -11,13 +11,14 @@ import pytest
 
 from tests.migration.examples import ACCELERATE, CONVERTER_HARDWARE, CONVERTER_MODEL, D1_YAML, EXAMPLES, Example
 from tests.training.tiny_runs import unmask
+from unmask.commands.settings.listing import stock_settings
 from unmask.commands.verbs import VERBS
 from unmask.config.run import RunConfig
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
-from unmask.migration.migrate import TRAINING_ARGUMENTS, migrate
+from unmask.migration.migrate import migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
 
@@ -232,7 +233,9 @@ def sections(name: str) -> set[str]:
 
 def test_marks_are_keys_of_their_table():
     for name, form in FORMATS.items():
-        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | TRAINING_ARGUMENTS, name
+        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | {each.name for each in stock_settings().values()}, (
+            name
+        )
 
 
 def test_recognition_is_by_what_only_one_format_knows():

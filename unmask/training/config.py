@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from transformers import TrainingArguments, get_scheduler
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
+from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
@@ -27,7 +28,6 @@ from unmask.training.hardware_checks import amp_faster, amp_supported, set_backe
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.resume.stock_settings import stock_kind
 from unmask.training.sharding import deepspeed_config
-from unmask.training.trackers import check_trackers
 
 
 class Conflict(NamedTuple):
@@ -103,12 +103,22 @@ class TrainingConfig(TrainingArguments):
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
+        cls._refuse_unknown(given)
+        return super().__new__(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses unknown settings that are assigned later, too."""
+        if "_made" in vars(self) and not (name.startswith("_") or hasattr(self, name)):  # transformers adds some before that
+            self._refuse_unknown([name])
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _refuse_unknown(cls, names: Iterable[str]) -> None:
         known = {each.name for each in fields(cls) if each.init}
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in names if name not in known]:
             remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError("no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -150,6 +160,7 @@ class TrainingConfig(TrainingArguments):
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
+        self._made = True
 
     def _is_set(self, field: Field[Any]) -> bool:
         """Whether a setting differs from its default: a config can be read again with its defaults filled in."""

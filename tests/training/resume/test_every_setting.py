@@ -26,7 +26,7 @@ from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
 from unmask.training.resume.record import RunRecord
 from unmask.training.resume.stock_settings import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 
 CONFIGS = {"pretrain": PretrainConfig, "convert": ConvertConfig, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 EVAL = {"eval_strategy": "steps", "eval_steps": 2}
