@@ -23,6 +23,7 @@ from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_model
+from unmask.data.decoding import token_texts
 from unmask.errors import ConfigError, RunStopped, TrainingError
 from unmask.evaluation.provenance import EVALUATION, write_result_of_run
 from unmask.evaluation.report.build import make_report
@@ -243,10 +244,11 @@ class Demo:
         """How one held-out problem is denoised, token by token: a grid for Sudoku, else a text."""
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
-        trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
+        made = generate(self.lm, [row["prompt"]], sampler)
+        trace = made.trace[0]  # type: ignore[index]
         puzzle = row["puzzle"] if isinstance(self.task, GridPuzzle) else None
         length = len(puzzle) if puzzle else self.task.max_completion
-        cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
+        cells = [text or "␄" for text in token_texts(self.lm.tokenizer, made.prompts[0], trace.canvas[:length])]
         if not puzzle:
             answer = Answer(name=self.runs[-1].name, color=self.runs[-1].color, tokens=cells, steps=trace.steps[:length])
             return Problem(title=self.task.name, prompt=row["prompt"], answers=[answer])

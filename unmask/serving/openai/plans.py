@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, groupby
 
 from unmask.config.sampler import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import GenerationError
 from unmask.generation.constraints.bounded_process import bounded
@@ -115,7 +116,7 @@ async def plan_prompts(
 
 def _echoes(lm: DiffusionLM, body: CompletionRequest) -> list[str]:
     """The prompt of each answer, as text."""
-    shown = [text if isinstance(text, str) else str(lm.tokenizer.decode(text)) for text in _prompts(body.prompt)]
+    shown = [text if isinstance(text, str) else text_after(lm.tokenizer, [], text) for text in _prompts(body.prompt)]
     return [text for text in shown for _ in range(body.n)]
 
 
