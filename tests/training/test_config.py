@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from functools import partial
 
 import pytest
 import torch
 import yaml
+from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
 from tests.training.tiny_runs import PAIRS, make, ranks, settings, tiny, unmask, weights
@@ -161,6 +163,18 @@ def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path
     done = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", "data.text_column=text", *quick)
     assert done.exit_code == 0, done.output
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
+
+
+@pytest.mark.parametrize("name", [each.value for each in SchedulerType if each.value not in stage_config.METRIC_SCHEDULERS])
+def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those_of_the_error(name, tmp_path):
+    given = {"output_dir": str(tmp_path), "lr_scheduler_type": name}
+    try:
+        args = SFTConfig(**given)
+    except ConfigError as error:
+        assert error.where == "lr_scheduler_kwargs" and name in stage_config.SCHEDULE_NEEDS
+        args = SFTConfig(**given, lr_scheduler_kwargs=json.loads(error.remedy.removeprefix("For example ")))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    get_scheduler(name, optimizer, 1, 1000, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}))
 
 
 def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):

@@ -56,6 +56,11 @@ RANGES = {
     "seed": (0, 2**32),
 }
 """The least value of settings, and what is above all values."""
+SCHEDULE_NEEDS = {
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), '{"min_lr_rate": 0.1}'),
+    "warmup_stable_decay": '{"num_decay_steps": 100}',
+}
+"""The schedules that need arguments, with an example."""
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
@@ -158,7 +163,7 @@ class TrainingConfig(TrainingArguments):
         check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
-        elif args.lr_scheduler_kwargs:
+        else:
             _try_schedule(args)
         set_backends(args)
         check_optimizer(args)
@@ -325,13 +330,16 @@ def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule does not take: transformers makes it after the data are read."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take: transformers makes it after the data are read."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    given = dict(args.lr_scheduler_kwargs or {})
     try:
-        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs))
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=given)
     except (TypeError, ValueError) as error:
-        what = f"{args.lr_scheduler_type.value} does not take {args.lr_scheduler_kwargs}: {first_line(error)}"
-        raise ConfigError(what, where="lr_scheduler_kwargs", remedy="See transformers' documentation of this schedule") from error
+        name = args.lr_scheduler_type.value
+        what = f"{name} does not take {given}" if given else f"{name} needs arguments"
+        remedy = f"For example {SCHEDULE_NEEDS[name]}" if name in SCHEDULE_NEEDS else "See transformers' documentation of this schedule"
+        raise ConfigError(f"{what}: {first_line(error).rstrip('.')}", where="lr_scheduler_kwargs", remedy=remedy) from error
 
 
 def total_steps(args: TrainingArguments, rows: Any) -> int:
