@@ -330,7 +330,7 @@ def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take: transformers makes it after the data are read."""
+    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take, before the data are read."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
     given = dict(args.lr_scheduler_kwargs or {})
     try:
