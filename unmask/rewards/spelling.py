@@ -17,16 +17,19 @@ SPELLINGS = {
     **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
     **dict.fromkeys((r"\textit", r"\operatorname"), r"\text"),
     **dict.fromkeys((rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")), ""),
-    **dict.fromkeys((r"\left", r"\right", r"\displaystyle", r"\textstyle"), ""),
+    **dict.fromkeys((r"\left.", r"\right.", r"\left", r"\right", r"\displaystyle", r"\textstyle"), ""),
+    **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
     **dict.fromkeys((r"\quad", r"\qquad"), " "),
-    **{r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\degree": r"^\circ"},
+    **dict.fromkeys((r"\leq", r"\leqslant"), r"\le"),
+    **dict.fromkeys((r"\geq", r"\geqslant"), r"\ge"),
+    **{r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\degree": r"^\circ", r"\textdollar": r"\$"},
     **{r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\varnothing": r"\emptyset"},
 }
 SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
 SIGNS = str.maketrans(
     {
         **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u222a": r"\cup "},
-        **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "},
+        **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b2": "^2", "\u00b3": "^3"},
     }
 )
 THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
@@ -38,21 +41,27 @@ BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<=[0-9a-zA-Z)}]) ?\*\* ?(?=[0-9a-zA-Z({-])"), "^"),
     (re.compile(r"([0-9]) ?/ ?(?=[0-9])"), r"\1/"),
     (re.compile(r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])"), "i"),
     (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),
-    (re.compile(r"[(\[] ?\\begin\{array\} ?\{[clr]+\}(.*?)\\end\{array\} ?[)\]]"), r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (re.compile(r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"), r"\\begin{pmatrix}\1\\end{pmatrix}"),
     (re.compile(r"^[({]([0-9]+)[)}](?=_)"), r"\1"),
     (re.compile(rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}"), lambda found: f"_{BASES.index(found[1])}"),
     (re.compile(r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])"), r"(-\\infty, \\infty)"),
     (re.compile(r"\+ ?(?=\\infty)"), ""),
+    (re.compile(r" ?\\text\{ ?percent ?\}$"), r"\\%"),
     (re.compile(r"\\\{ ?\\\}"), r"\\emptyset"),
     (re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}"), lambda found: _repeating(*found.groups())),
     (re.compile(r"([_^])\{(.)\}"), r"\1\2"),
+]
+"""Other spellings of roots, fractions, products with i, matrices, bases, sets and repeating decimals."""
+SIGNS_OF_UNITS = [
     (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
     (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
 ]
-"""Other spellings of roots, fractions, thousands, products with i, matrices, bases, sets and signs of units."""
 WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("**", "**")]
 WRAPPERS += [(rf"\{style}{{", "}") for style in ("mathbf", "boldsymbol", "underline")]
 MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]+)")
@@ -60,13 +69,14 @@ AND = re.compile(r",? ?(?:\\text\{ ?(?:and|or) ?\}|(?<= )(?:and|or)(?= )) ?")
 LABEL = re.compile(r"([^=<>]+?) ?(?:=|\\in(?![a-zA-Z])) ?([^=<>]*)")
 RELATION = re.compile(r"[=<>]|\\(?:in|le|ge|ne)(?![a-zA-Z])")
 LESS, MORE = (rf" ?({signs}) ?" for signs in (r"<|\\le(?![a-zA-Z])", r">|\\ge(?![a-zA-Z])"))
+SET_BUILDER = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|[|:]) ?(.*?) ?\\\}")
 RANGES = [re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)]
 INTERVAL = re.compile(r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 OPEN_INTERVAL = re.compile(r"\([^()\[\],\\]*,[^()\[\],\\]*\)")
 """An interval that may as well be a point."""
 ASKS_FOR_INTERVAL = re.compile(r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE)
 VARIABLE = re.compile(r"[a-zA-Z](?: ?\([a-zA-Z]\))?")
-WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)\b([a-zA-Z]{2,}(?: [a-zA-Z]+)*)(\^[0-9])?$")
+WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)([a-zA-Z]{2,}(?: [a-zA-Z]+)*)(\^[0-9])?$")
 LAST_UNIT = re.compile(rf" ?{UNIT.pattern}$")
 PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?percent ?\}|percent)$")
 PERCENT_ASKED = re.compile(r"\b(?:what|which|as an?|in|nearest|is the|find the|tenth of a) percent(?:age)?\b", re.IGNORECASE)
@@ -159,7 +169,7 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
         wanted = ", ".join(members(wanted)) if listed else _inside(wanted, r"\{", r"\}") or wanted
         given = given if listed else _inside(given, r"\{", r"\}") or given
         parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
-        parts = [_unwrapped(_without_unit(part, wanted, reference, question)) for part in parts]
+        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, reference, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
 
@@ -186,7 +196,8 @@ def _as_interval(text: str, other: str, question: str) -> str:
     others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
     if not all(INTERVAL.fullmatch(part) and (asked or not OPEN_INTERVAL.fullmatch(part)) for part in others):
         return text
-    parts = split_at(r"\cup", AND.sub(r" \\cup ", text))
+    builder = SET_BUILDER.fullmatch(text)
+    parts = split_at(r"\cup", AND.sub(r" \\cup ", builder[1] if builder else text))
     found = [next(filter(None, (pattern.fullmatch(part) for pattern in RANGES)), None) for part in parts]
     ranges = [part for part in found if part and RELATION.search(part[0])]
     if len(ranges) < len(found) or len({part[3] for part in ranges}) > 1:
@@ -241,11 +252,13 @@ def _letters(text: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """The text without signs around all of it: of formulas, bold type, and braces or parentheses around one value."""
+    """The text without signs around all of it (of formulas, bold type, braces or parentheses around one value), and with units as words."""
     for opening, closing in WRAPPERS:
         inner = _inside(text, opening, closing)
         if inner and not (opening == "(" and "," in inner):
             return _unwrapped(inner)
+    for pattern, unit in SIGNS_OF_UNITS:
+        text = pattern.sub(unit, text)
     return text
 
 

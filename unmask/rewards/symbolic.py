@@ -41,8 +41,8 @@ KNOWN = re.compile(
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
 """Macros that an answer may have in addition to those of the reference."""
-SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%]|percent")
-"""Relations, commas and percent signs: math-verify ignores those that only one side has."""
+SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%]|percent|\\circ")
+"""Relations, commas and signs of percent and degrees: math-verify ignores those that only one side has."""
 UPPER = re.compile(r"\\[a-zA-Z]+|[A-Z](?!_)")
 
 
@@ -114,7 +114,7 @@ def _readable(answer: str, reference: str) -> bool:
 
 
 def _comparable(answer: str, reference: str) -> bool:
-    """Whether both have the same relations, commas and percent signs, and the answer no letters that the reference lacks."""
+    """Whether both have the same relations, commas and signs of units, and the answer no letters that the reference lacks."""
     bare, bare_reference = UNIT.sub("", answer), UNIT.sub("", reference).strip(" ()")
     letters, known = (set(re.findall("[a-zA-Z]", MACRO.sub("", text))) for text in (bare, bare_reference))
     signs = (sorted(SAME.findall(text.replace(">", "<").replace(r"\ge", r"\le"))) for text in (answer, reference))
