@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 import sys
@@ -196,24 +197,21 @@ class PublishedMBPP(MBPP):
         raise ConfigError("its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp")
 
 
-def _expected(test: str) -> str:
-    """The value that an assertion compares with, else the whole assertion."""
-    tree = parse_python(test)
-    compared = [node.test.comparators[-1] for node in tree.body if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
-    return ast.dump(compared[-1] if compared else tree)
-
 
 def _passes_blindly(tests: Sequence[str]) -> bool:
     """Whether a program passes these tests that returns a constant, or one of its arguments."""
-    results = [_expected(test) for test in tests]
-    arguments = zip(*map(_arguments, tests), strict=False)
-    return len(set(results)) < 2 or results in map(list, arguments)
+    compared = [_compared(test) for test in tests]
+    results = [result for result, _ in compared]
+    return len(set(results)) < 2 or results in map(list, zip(*(arguments for _, arguments in compared), strict=False))
 
 
-def _arguments(test: str) -> list[str]:
-    """The arguments of the first call in an assertion."""
-    calls = (node for node in ast.walk(parse_python(test)) if isinstance(node, ast.Call))
-    return [ast.dump(argument) for call in islice(calls, 1) for argument in call.args]
+@functools.lru_cache(maxsize=4096)
+def _compared(test: str) -> tuple[str, list[str]]:
+    """The value that an assertion compares with (else the whole assertion), and the arguments of its first call."""
+    tree = parse_python(test)
+    compared = [node.test.comparators[-1] for node in tree.body if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return ast.dump(compared[-1] if compared else tree), [ast.dump(each) for call in islice(calls, 1) for each in call.args]
 
 
 def _are_texts(tests: Any) -> bool:
