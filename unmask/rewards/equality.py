@@ -60,13 +60,13 @@ def _against_zero(relation: Relational) -> tuple[str, Formula]:
 def _same_value(one: Formula, other: Formula) -> bool:
     one, other = map(_evaluated, (one, other))
     if one == other:
-        return bool(one.is_finite is not False or one.is_infinite)
+        return one not in (sympy.nan, sympy.zoo)
     if one.is_finite is False or other.is_finite is False:
         return False
     difference = one - other
     variables = sorted(difference.free_symbols, key=str)
-    if not variables:
-        return _vanishes(difference) is not False and (_vanishes(difference) is True or sympy.simplify(difference) == 0)
+    if not variables and (vanishes := _vanishes(difference)) is not None:
+        return vanishes
     points = ({name: _coordinate(at, place) for place, name in enumerate(variables)} for at in range(POINTS))
     return all(_vanishes(difference.subs(point)) is not False for point in points) and sympy.simplify(difference) == 0
 

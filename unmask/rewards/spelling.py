@@ -47,7 +47,10 @@ REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(r"([0-9]) ?/ ?(?=[0-9])"), r"\1/"),
     (re.compile(r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])"), "i"),
     (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),
-    (re.compile(r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"), r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (
+        re.compile(r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"),
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
     (re.compile(r"^[({]([0-9]+)[)}](?=_)"), r"\1"),
     (re.compile(rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}"), lambda found: f"_{BASES.index(found[1])}"),
     (re.compile(r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])"), r"(-\\infty, \\infty)"),
@@ -72,7 +75,7 @@ LESS, MORE = (rf" ?({signs}) ?" for signs in (r"<|\\le(?![a-zA-Z])", r">|\\ge(?!
 SET_BUILDER = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|[|:]) ?(.*?) ?\\\}")
 RANGES = [re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)]
 INTERVAL = re.compile(r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
-OPEN_INTERVAL = re.compile(r"\([^()\[\],\\]*,[^()\[\],\\]*\)")
+OPEN_INTERVAL = re.compile(r"\((?!.*\\infty).*\)")
 """An interval that may as well be a point."""
 ASKS_FOR_INTERVAL = re.compile(r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE)
 VARIABLE = re.compile(r"[a-zA-Z](?: ?\([a-zA-Z]\))?")
@@ -160,7 +163,8 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     labelled = LABEL.fullmatch(wanted)
     label = labelled[1] if labelled and VARIABLE.fullmatch(labelled[1]) and not _letters(labelled[2]) else None
     wanted = labelled[2] if labelled and label else wanted
-    given, wanted = _as_interval(given, wanted, question), _as_interval(wanted, given, question)
+    asked = ASKS_FOR_INTERVAL.search(question) is not None
+    given, wanted = _as_interval(given, wanted, may_be_point=not asked), _as_interval(wanted, given, may_be_point=False)
     if not RELATION.search(wanted):
         named = label or " ; ".join(plain("".join(formula)) for formula in FORMULA.findall(question.replace(r"\$", "")))
         spaced = " ?".join(map(re.escape, given.replace(" ", "")))
@@ -190,11 +194,10 @@ def split_at(separator: str, text: str) -> list[str]:
     return [text[start:stop].strip() for start, stop in ends]
 
 
-def _as_interval(text: str, other: str, question: str) -> str:
-    """The inequalities of one variable as the intervals that the other text has, unless those may be points."""
-    asked = ASKS_FOR_INTERVAL.search(question)
+def _as_interval(text: str, other: str, *, may_be_point: bool) -> str:
+    """The inequalities of one variable as intervals, if the other text has intervals, which are no points."""
     others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
-    if not all(INTERVAL.fullmatch(part) and (asked or not OPEN_INTERVAL.fullmatch(part)) for part in others):
+    if not all(INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others):
         return text
     builder = SET_BUILDER.fullmatch(text)
     parts = split_at(r"\cup", AND.sub(r" \\cup ", builder[1] if builder else text))
@@ -224,12 +227,17 @@ def _without_unit(given: str, wanted: str, reference: str, question: str) -> str
     if not _letters(UNIT.sub("", wanted)):
         given = WORDS.sub(r"\\text{\1}\2", given)
     found = LAST_UNIT.search(given)
-    if found is None or UNIT.search(wanted) or not found.start() or not re.fullmatch(r"[a-zA-Z. ]*[a-zA-Z][a-zA-Z. ]*(?:\^[0-9])?", found[1]):
+    if (
+        found is None
+        or UNIT.search(wanted)
+        or not found.start()
+        or not re.fullmatch(r"[a-zA-Z. ]*[a-zA-Z][a-zA-Z. ]*(?:\^[0-9])?", found[1])
+    ):
         return given
     unit, _, power = unit_of(found[0]).partition("^")
     sign = SIGN_OF_UNIT.get(unit)
     units = " ".join([_singular(question), *(unit_of(each[0]).partition("^")[0] for each in UNITS_OF_NUMBERS.finditer(question))])
-    named = f" {unit} " in f" {units} " or (sign and sign in question)
+    named = unit and (f" {unit} " in f" {units} " or (sign and sign in question))
     return given[: found.start()] if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE) else given
 
 

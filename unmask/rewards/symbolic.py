@@ -122,7 +122,7 @@ def _comparable(answer: str, reference: str) -> bool:
 
 
 def _distinct(text: str, reference: str) -> str:
-    """The text with other names for the capital letters that the reference also has as small ones, which math-verify does not tell apart."""
+    """The text with other names for capital letters that the reference also has as small ones: math-verify reads both alike."""
     small = set(re.findall("[a-z]", MACRO.sub("", reference)))
     return UPPER.sub(lambda found: f"{found[0].lower()}_{{99}}" if found[0].lower() in small else found[0], text)
 

@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from unmask.errors import ConfigError, DataError
+from unmask.records import Record
 from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import verify_programs
-from unmask.records import Record
 from unmask.rewards.verdict import Verdict
 from unmask.sandbox.pool import Job, PythonTests, python_job
 from unmask.tasks.base import Reward, Row, Task, Verify
@@ -130,10 +130,11 @@ class MBPP(Code):
     """Problems that a constant or an argument answers, by their `task_id`."""
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        def is_left_out(record: Mapping[str, Any]) -> bool:
-            return f"def {self.left_out.get(str(record.get('task_id')))}(" in str(record.get("code"))
+        return super().rows((where, record) for where, record in records if not self._is_left_out(record))
 
-        return super().rows((where, record) for where, record in records if not (isinstance(record, dict) and is_left_out(record)))
+    def _is_left_out(self, record: Any) -> bool:
+        function = self.left_out.get(str(record.get("task_id"))) if isinstance(record, dict) else None
+        return function is not None and f"def {function}(" in str(record.get("code"))
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         text, code, tests, challenges = *(record[name] for name in self.fields), record.get("challenge_test_list") or []
@@ -188,14 +189,14 @@ class PublishedMBPP(MBPP):
     """MBPP as published: the prompt shows all of `test_list`, which decides. A table of what is shown passes: for evaluation only."""
 
     name = "mbpp_published"
-    cases = left_out = MappingProxyType({})
+    cases: ClassVar[Mapping[str, list[str]]] = MappingProxyType({})
+    left_out: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(tests), list(tests)
 
     def rewards(self, shaping: str = "strict") -> list[Reward]:
         raise ConfigError("its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp")
-
 
 
 def _passes_blindly(tests: Sequence[str]) -> bool:

@@ -18,7 +18,7 @@ ARGUMENT = re.compile(r"\(\s*\w+\s*:\s*([^()]*(?:\([^()]*\)[^()]*)*)\)|\(\s*\)")
 HEAD = re.compile(rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)\s*:\s*(?P<result>[^=]+?)\s*=\s*")
 """The head of a function with the types of its arguments and of its result."""
 ASSERTION = "(assert ("
-COMPARISON = re.compile(r"^ *\(assert \(\([\w']+(?P<arguments>.*?)\) = (?P<result>.*?)\)\);?$", re.MULTILINE)
+COMPARISON = re.compile(r"\(assert \(\([\w']+(?P<arguments>.*?)\) = (?P<result>.*?)\)\);\s*(?=\(assert \(|\(\)|\Z)", re.DOTALL)
 VALUE = re.compile(r'"(?:\\.|[^"\\])*"|\((?:[^()]|\([^()]*\))*\)|\[[^\]]*\]|[^\s()\[\]"]+')
 
 

@@ -1,4 +1,0 @@
-exec(open('/work/scratch-math/parse.py').read().split('for t in [')[0])
-for t in [r"(2,1)",r"(3,1)",r"(a,b)",r"(1,1)",r"[2,1]",r"(\pi,1)",r"[1,2,3]",r"\{1,1,2\}",r"2,2,3",r"x^2,x",r"\begin{pmatrix}1&2\end{pmatrix}",r"1, (2,3)",r"\frac{1}{2},\frac{1}{2}",r"(1,2),(1,2)",r"\{\}",r"x=5,y=6",r"|x-1|<2",r"x>1,y>2",r"0.1",r"10^{10}",r"\sqrt{-1}",r"(-1)^{1/3}",r"\sqrt[3]{-8}",r"a_{10}",r"a_{n+1}",r"n!",r"\frac{dy}{dx}",r"\sum_{k=1}^n k",r"2\pi i",r"3\times 4",r"3*4",r"3\div 4",r"10^{-3}x",r"((1,2),3)",r"\max(1,2)",r"x\cdot 10^3",r"{}^5C_2",r"\text{Even}",r"\mathrm{in}",r"A\cup B",r"\mathbb{Z}",r"5^{\circ}C",r"f^{-1}(x)",r"\frac{x}{y}=z",r"a:b",r"1:2:3",r"\sqrt{x^2}",r"x\ge 3",r"(1,\infty)",r"[1,\infty)",r"-5<x<-2",r"5>x>2",r"x<3\cup x>5", r"0<x<y"]:
-    r=P(t)
-    print(t.ljust(36), type(r[0]).__name__ if r else None, sympy.srepr(r[0])[:150] if r else None)
