@@ -34,8 +34,8 @@ class SamplerConfig(Config):
     max_new_tokens: int = Field(default=128, ge=1)
     """The length of the completion, in tokens; shorter where it stops at an end token."""
     steps: int | None = Field(default=None, ge=1)
-    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
-    each); within a block the tokens per step are as even as possible, the larger counts first."""
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks, each of which
+    takes at least one (and one more if the prompt ends inside an attention block); within a block the tokens per step are as even as possible, the larger counts first."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """The tokens that a step reveals, instead of `steps`."""
     schedule: Literal["even", "dream", "ancestral"] = "even"
