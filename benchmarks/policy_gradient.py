@@ -1,12 +1,12 @@
-"""How far the gradient that each method follows is from the gradient of the expected reward, on models whose samples can all be listed.
+"""How far each method's gradient is from that of the expected reward, on models whose samples can all be listed.
 
     python -m benchmarks.policy_gradient            # prints the table of docs/rl.md
 
-A model of six tokens completes a prompt by three. Every path of the sampler (what is drawn at every hidden position, and which of it is
-kept) is listed with its probability, so that the expected reward and its gradient are exact. A method's gradient is its expected one: that
-of its own loss and views, in the first update on a rollout, over groups so large that their mean is the expected reward. Rewards are drawn
-at random for each text. A difference is relative to the exact gradient, after the method's own is scaled to be as near as possible, which a
-learning rate would do.
+A model of six tokens completes a prompt by three. Every path of the sampler (what is drawn at every hidden position,
+and which of it is kept) is listed with its probability, so that the expected reward and its gradient are exact. A
+method's gradient is the expected one of its own loss and views, in the first update on a rollout, over groups so large
+that their mean is the expected reward. Each text has a random reward. A difference is relative to the exact gradient,
+after the method's own is scaled to be as near as possible, which a learning rate would do.
 
 Shapes: S states, H hidden positions of a block, D draws of them, V vocabulary, B paths, M views, T positions.
 """
@@ -69,7 +69,7 @@ DRAWS = 16  # of the views of each text, for methods that draw them
 
 
 def toy(seed: int, attention: str = "bidirectional", block_size: int | None = None) -> DiffusionLM:
-    """A model of six tokens, one of which is the end, whose predictions depend strongly on what they see. It computes in float64."""
+    """A model in float64 of six tokens, one of them the end. Its predictions depend strongly on what they see."""
     tokenizer = character_tokenizer("ab")
     ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=16, initializer_range=0.7, **ids)
@@ -93,17 +93,18 @@ class Paths:
         return torch.randn(int(text_B.max()) + 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)[text_B]
 
     def advantage(self, reward_B: Tensor, kind: str) -> Tensor:
-        """Of each path [B], in an infinite group. Standard deviations and constant factors are left out: they scale all alike."""
+        """Of each path [B], in an infinite group. Standard deviations and constant factors are left out."""
         probability_B = self.probability_B.detach()
         centred_B = reward_B - (probability_B * reward_B).sum()
         if kind != "softmax":
             return centred_B
-        return sum(sign * (sign * centred_B).exp() / (probability_B * (sign * centred_B).exp()).sum() for sign in (1, -1))  # type: ignore[return-value]
+        up_B, down_B = centred_B.exp(), (-centred_B).exp()
+        return up_B / (probability_B * up_B).sum() - down_B / (probability_B * down_B).sum()
 
 
 def enumerate_paths(lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int] = PROMPT, length: int = LENGTH) -> Paths:
-    """All paths of `unmask.generate` with these settings at a temperature above 0: `policy`, `tokens_per_step`, `block_size`,
-    `stop_at_eos`."""
+    """All paths of `unmask.generate`. Of the settings `temperature` (above 0), `policy`, `tokens_per_step`,
+    `block_size` and `stop_at_eos` are read."""
     start, count = len(prompt), config.tokens_per_step or 1
     ids_ST = torch.tensor([[*prompt, *[lm.mask_token_id] * length]])
     step_ST = torch.full_like(ids_ST, -1)
@@ -111,7 +112,7 @@ def enumerate_paths(lm: DiffusionLM, config: SamplerConfig, prompt: Sequence[int
     size = {"bidirectional": config.block_size or length, "causal": 1}.get(lm.attention, lm.block_size or 1)
     for first in range(start, start + length, size):
         block = slice(first, min(first + size, start + length))
-        while (hidden := int((ids_ST[0, block] == lm.mask_token_id).sum())):
+        while hidden := int((ids_ST[0, block] == lm.mask_token_id).sum()):
             ids_ST, step_ST, probability_S = _step(lm, config, (ids_ST, step_ST, probability_S), block, hidden, count, step)
             step += 1
         if config.stop_at_eos:
@@ -139,7 +140,7 @@ def _step(
     count: int,
     step: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Every state that can follow each of some (tokens, steps, probabilities), all of which hide as many positions of the block."""
+    """Every state that can follow some (tokens, steps, probabilities) that hide equally many positions of the block."""
     ids_ST, step_ST, probability_S = states
     is_hidden_ST = ids_ST == lm.mask_token_id
     visible = ids_ST.shape[1] if lm.attention == "bidirectional" else block.stop
@@ -153,7 +154,8 @@ def _step(
     reached_SD = probability_S[:, None] * log_prob_SDH.sum(2).exp()
     shape_SDH = log_prob_SDH.shape
     if config.policy == "random":  # every set of positions is as likely
-        choices = [torch.isin(torch.arange(hidden), torch.tensor(chosen)) for chosen in itertools.combinations(range(hidden), min(count, hidden))]
+        sets = itertools.combinations(range(hidden), min(count, hidden))
+        choices = [torch.isin(torch.arange(hidden), torch.tensor(chosen)) for chosen in sets]
         kept = [(choice_H.expand(shape_SDH), 1 / len(choices)) for choice_H in choices]
     else:
         rows_NV = logits_SHV.detach()[:, None].expand(*shape_SDH, -1).reshape(-1, logits_SHV.shape[2])
@@ -178,7 +180,7 @@ def exact_gradient(lm: DiffusionLM, paths: Paths, reward_B: Tensor) -> Tensor:
 
 
 def expected_gradient(lm: DiffusionLM, method: Method, paths: Paths, reward_B: Tensor) -> Tensor:
-    """Minus the expected gradient of the method's loss, as one vector. Methods that draw their views do so `DRAWS` times for each text."""
+    """Minus the expected gradient of the method's loss, as one vector; drawn views are drawn `DRAWS` times for each text."""
     rollout, weight_B = paths.rollout, paths.probability_B.detach() * paths.advantage(reward_B, method.advantage)
     if not isinstance(method, ReplayMethod | OnPolicyReplayMethod):  # the views depend on the text alone
         _, first_B = rollout.ids_BT.unique(dim=0, return_inverse=True)
@@ -206,12 +208,12 @@ def difference(exact: Tensor, other: Tensor) -> float:
     return ((exact - scale * other).norm() / exact.norm()).item()
 
 
-def differences(methods: dict[str, Method], sampler: dict[str, Any], seeds: Sequence[int], prompt: Sequence[int] = PROMPT) -> dict[str, list[float]]:
+def differences(methods: dict[str, Method], sampler: dict[str, Any], seeds: Sequence[int]) -> dict[str, list[float]]:
     """The difference of each method's gradient for models and rewards of these seeds."""
     found: dict[str, list[float]] = {name: [] for name in methods}
     for seed in seeds:
         lm = toy(seed)
-        paths = enumerate_paths(lm, SamplerConfig(temperature=1.0, **sampler), prompt)
+        paths = enumerate_paths(lm, SamplerConfig(temperature=1.0, **sampler))
         reward_B = paths.reward(seed)
         exact = exact_gradient(lm, paths, reward_B)
         for name, method in methods.items():

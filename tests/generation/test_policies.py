@@ -260,7 +260,10 @@ def test_an_entropy_bound_holds_for_the_sum():
     assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
 
 
-@given(st.lists(st.integers(0, 40).map(lambda tenths: tenths / 10), min_size=1, max_size=7), st.integers(0, 60).map(lambda t: t / 10 + 0.05))
+tenths = st.integers(0, 40).map(lambda number: number / 10)
+
+
+@given(st.lists(tenths, min_size=1, max_size=7), tenths.map(lambda bound: bound + 0.05))
 def test_the_rule_of_the_eb_sampler_leaves_the_largest_entropy_out(entropies, bound):
     """The largest set whose entropies sum to at most the bound without their maximum (Ben-Hamu et al. 2025), over all sets."""
     sets = [chosen for size in range(1, len(entropies) + 1) for chosen in itertools.combinations(entropies, size)]

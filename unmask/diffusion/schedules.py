@@ -41,7 +41,7 @@ SCHEDULES = {
     "linear": Schedule(lambda t: t, lambda t: 1 / t),
     # alpha = 1 - cos(pi/2 (1 - t))
     "cosine": Schedule(lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))),
-    # alpha = eps + (1 - eps) cos(pi/2 t), eps = 0.001 (MDLM's code, Sahoo et al. 2024): of the cosine above its mirror image
+    # alpha = eps + (1 - eps) cos(pi/2 t), eps = 0.001 (MDLM's code, Sahoo et al. 2024)
     "mdlm-cosine": Schedule(
         lambda t: (1 - MDLM_EPS) * (1 - torch.cos(math.pi / 2 * t)), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)
     ),

@@ -42,10 +42,10 @@ class Surrogate(NamedTuple):
 def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
     """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
-    In a group of equal rewards (`equal_rewards`) all are 0. r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025). z-score: also divided by the group's standard deviation
-    (GRPO, Shao et al. 2024), population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out:
-    against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
-    that of its negative (wd1, Tang et al. 2025, eq. 9).
+    All are 0 in a group of equal rewards (`equal_rewards`). r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025).
+    z-score: also divided by the group's standard deviation (GRPO, Shao et al. 2024), population-z-score: without Bessel's
+    correction (TraceRL, Wang et al. 2025). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024).
+    softmax: the group's softmax of r-mean / temperature, less that of its negative (wd1, Tang et al. 2025, eq. 9).
 
     Args:
         reward_B, group_B: rewards, and the number of each completion's group, on the CPU.

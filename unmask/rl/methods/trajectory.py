@@ -1,9 +1,9 @@
 """Methods that replay the sampler's steps: each token is predicted in the state in which it was drawn, or in one shortly before.
 
-With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does not depend on the drawn tokens
-(`policy` random, left_to_right, margin or entropy) and tokens after the end are learnt (from left to right they need not be). `confidence`
-keeps the tokens that were likely, which are not distributed as the model draws them. docs/rl.md has the difference in figures. Each token is
-a target in one view, so that the loss is a sum over views.
+With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does not
+depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end are learnt (from
+left to right they need not be). `confidence` keeps the tokens that were likely, which are not distributed as the model
+draws them (figures in docs/rl.md). Each token is a target in one view, so that the loss is a sum over views.
 
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one view holds the same step of
 every block.
