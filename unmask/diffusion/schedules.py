@@ -29,7 +29,6 @@ class Schedule:
 
 
 SIGMA_MIN, SIGMA_MAX = 1e-4, 20.0
-MDLM_EPS = 1e-3
 
 
 def _sigma(t: Tensor) -> Tensor:
@@ -41,14 +40,12 @@ SCHEDULES = {
     "linear": Schedule(lambda t: t, lambda t: 1 / t),
     # alpha = 1 - cos(pi/2 (1 - t))
     "cosine": Schedule(lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))),
-    # alpha = eps + (1 - eps) cos(pi/2 t), eps = 0.001 (MDLM's code, Sahoo et al. 2024)
-    "mdlm-cosine": Schedule(
-        lambda t: (1 - MDLM_EPS) * (1 - torch.cos(math.pi / 2 * t)), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)
-    ),
     # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of the tokens at t = 0
     "geometric": Schedule(
         lambda t: -torch.expm1(-_sigma(t)), lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t))
     ),
+    # alpha = cos(pi/2 t) (MDLM, Sahoo et al. 2024; their code leaves 0.001 of the tokens visible at t = 1)
+    "mdlm-cosine": Schedule(lambda t: 1 - torch.cos(math.pi / 2 * t), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)),
 }
 
 

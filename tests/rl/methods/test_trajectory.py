@@ -362,3 +362,10 @@ def test_the_exact_gradient_is_one_setting():
         with pytest.raises(ConfigError) as raised:
             config("exact-gradient", **{name: value})
         assert raised.value.where == name
+
+
+def test_a_causal_model_takes_the_exact_gradient_as_it_is():
+    """Nothing after the end has a part in it, and its order is fixed."""
+    config("exact-gradient").refuse_for_causal_models()
+    with pytest.raises(ConfigError, match="beyond_eos"):
+        config("cj-grpo", beyond_eos="learnt").refuse_for_causal_models()
