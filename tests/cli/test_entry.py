@@ -296,7 +296,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
-    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),
     SamplerConfig(**COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
     SamplerConfig(mode="self-speculative", drafts=3, candidates=2, temperature=1.0),

@@ -98,9 +98,9 @@ class GRPOConfig(TrainingConfig):
     )
     adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
     samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1)
-    prompt_mask_rate: float = setting(
+    prompt_mask_rate: float | None = of_method(
         DiffuGRPO.prompt_mask_rate,
-        "diffu-grpo, wd1, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
+        "diffu-grpo, wd1, step-merge, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
         low=0,
         high=1,
     )
@@ -226,7 +226,7 @@ class GRPOConfig(TrainingConfig):
             ConfigError: such a setting is set.
         """
         method = get_method(self.method)
-        if exact and self.beyond_eos != "hidden":
+        if exact and self.beyond_eos not in ("hidden", settings_of(method)["beyond_eos"]):
             what = "a causal model predicts nothing from what is after the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
         own_plan = strategy is None or strategy.uses is None

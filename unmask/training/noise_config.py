@@ -18,7 +18,7 @@ from unmask.training.config import TrainingConfig
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
-    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine or geometric."})
+    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine, geometric or mdlm-cosine."})
     weighting: Weighting = field(
         default="elbo",
         metadata={"help": "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},

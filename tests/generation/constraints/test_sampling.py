@@ -88,7 +88,7 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
             {"policy": policy, "temperature": temperature, **rule}
             for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
             for temperature in (0.0, 0.5, 1.0, 1.3)
-            for rule in ({}, {"tokens_per_step": 3}, {"steps": 1})
+            for rule in ({}, {"tokens_per_step": 3}, {"tokens_per_step": 12})
         ]
         choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [{"remask": 0.4, "temperature": 1.0, "top_p": 0.5}]
         for turn in range(rounds):
