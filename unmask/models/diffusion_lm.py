@@ -188,6 +188,11 @@ class DiffusionLM:
         bound.model, bound.quality_head = model, quality_head_of(model) if self.quality_head is not None else None
         return bound
 
+    def select_rows_of(self, *heads: nn.Module) -> None:
+        """Make these the heads that compute the selected rows only: adapters can be around, or in the place of, the first one."""
+        for each in heads:
+            self._head.follow(each)
+
     def compile(self, **options: Any) -> None:
         """Compile the model as it is now, with these options of torch.compile: one graph for all lengths and numbers of rows."""
         compile_model(self.model, options)
