@@ -97,14 +97,14 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
 
 
-def check_hardware_settings(args: Any, model: TrainedModel) -> None:
+def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = False) -> None:
     """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict, `where` names both, joined by
-    " and "."""
+    " and ". `planned`: the run is only planned here, and other processes will make it."""
     if model.quantised and not model.adapters:
         remedy = "Train adapters (lora), or load it without quantization"
         raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
     check_split(args, model)
-    check_sharding(args, adapters=model.adapters)
+    check_sharding(args, adapters=model.adapters, planned=planned)
     check_flash_attention(args, model)
     check_rounding(args, model)
 
