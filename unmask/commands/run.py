@@ -69,7 +69,8 @@ def planned_arguments(verb: str, config: RunConfig) -> Any:
     if launched():
         return training_arguments(verb, config)
     args = training_arguments(verb, config.model_copy(update={"training": config.training | {"deepspeed": None}}))
-    if setting := config.training.get("deepspeed"):
+    setting: Any = config.training.get("deepspeed")
+    if setting:
         with naming_sections(args):
             args.deepspeed = read_deepspeed(setting)
     return args
