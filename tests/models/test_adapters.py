@@ -11,8 +11,11 @@ import pytest
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+from tests.helpers import partly_slow
 from tests.models.configurations import tiny_lm
-from tests.training.tiny_runs import equal, prepared, tiny, weights
+from tests.training.tiny_runs import TEXTS, equal, prepared, settings, tiny, weights
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
 from unmask.models.adapters import add_adapters, merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
@@ -164,10 +167,10 @@ def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):
 
 
 def test_adapters_can_be_switched_off_wherever_they_are():
-    for place, settings in PLACES.items():
+    for place, given in PLACES.items():
         lm = tiny(tie_word_embeddings=True)
         start = log_probs(lm)
-        adapted = moved(add_adapters(lm, lora(**settings)))
+        adapted = moved(add_adapters(lm, lora(**given)))
         if place != "biases":  # PEFT trains those of the base model
             with adapted.model.disable_adapter():
                 torch.testing.assert_close(log_probs(adapted), start, rtol=0, atol=1e-6, msg=place)
@@ -196,3 +199,17 @@ def test_every_verb_saves_what_it_trained_and_resumes_it(verb, place, tied, tmp_
     resumed = trainer()
     resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
     assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
+@partly_slow("place", ["rows", "attention", "head", "the whole head", "DoRA of all layers"], 0)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_conversion_saves_what_it_trained(tied, place, tmp_path):
+    adapters = lora(**PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian")
+    args = ConvertConfig(**settings(tmp_path / "run", max_steps=10, max_length=32))
+    trainer = ConvertTrainer(tiny("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
+    start = log_probs(trainer.lm)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    assert not torch.equal(log_probs(trainer.lm), start)
+    torch.testing.assert_close(log_probs(load(tmp_path / "model")), log_probs(trainer.lm), rtol=0, atol=1e-5)
