@@ -505,13 +505,6 @@ def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
         make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM"))
 
 
-@pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"]])
-def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(target, tmp_path):
-    with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):
-        make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM"))
-    make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
-
-
 def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
     lm, rows = tiny(), [{"prompt": "a", "completion": "bc" * n} for n in (1, 9, 2, 7, 1)]
     told = {}

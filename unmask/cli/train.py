@@ -259,9 +259,9 @@ def enable_debug_output(ctx: typer.Context) -> None:
 
 
 def show_config(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.run import resolved, training_arguments
+    from unmask.commands.run import planned_arguments, resolved
 
-    typer.echo(for_stdout(to_yaml(resolved(settings, training_arguments(verb, settings)))), nl=False)
+    typer.echo(for_stdout(to_yaml(resolved(settings, planned_arguments(verb, settings)))), nl=False)
 
 
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
@@ -278,7 +278,8 @@ def show_dry_run(verb: str, settings: RunConfig) -> None:
 
     lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
-    show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
+    made = "two steps of every stage" if lines[0]["seconds a step"] != "-" else "the plan; a launcher starts the processes that make steps"
+    show_table(by_stage, f"{verb}: {made}", head=["", *map(str, range(1, len(lines) + 1))])
 
 
 def show_variance(verb: str, settings: RunConfig) -> None:

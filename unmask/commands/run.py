@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
-from unmask.commands.compatibility import check_together
+from unmask.commands.compatibility import check_together, naming_sections
 from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
@@ -41,7 +41,7 @@ from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
 from unmask.training.run_files import LOG_NAME
-from unmask.training.sharding import weight_sharding_setting
+from unmask.training.sharding import launched, read_deepspeed, weight_sharding_setting
 
 DATA_REPORT = "data_report.json"
 
@@ -61,6 +61,18 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
     args = build_training_args(entry.config_class, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
+    return args
+
+
+def planned_arguments(verb: str, config: RunConfig) -> Any:
+    """As `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor started."""
+    if launched():
+        return training_arguments(verb, config)
+    args = training_arguments(verb, config.model_copy(update={"training": config.training | {"deepspeed": None}}))
+    setting: Any = config.training.get("deepspeed")
+    if setting:
+        with naming_sections(args):
+            args.deepspeed = read_deepspeed(setting)
     return args
 
 

@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
+from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
@@ -200,8 +201,8 @@ def make_diffusion(
     never read, but its token is often the EOS, which is.
 
     Raises:
-        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or an end token is outside
-            the vocabulary.
+        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or computes something else
+            under Unmask's attention (`unmask.models.agreement`), or an end token is outside the vocabulary.
     """
     name = type(model).__name__
     model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
@@ -210,6 +211,8 @@ def make_diffusion(
     if model._is_stateful:
         raise ModelError("its recurrent layers read from left to right under any mask", where=name, remedy="Use a transformer")
     _check_layers(model)
+    with _loading_unsharded():
+        first = first_position(model)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=name)
@@ -229,6 +232,7 @@ def make_diffusion(
         expand_token_id=expand_token_id,
         delete_token_id=delete_token_id,
         max_gap=max_gap,
+        first_position=first,
     )
 
 

@@ -19,6 +19,7 @@ from unmask.preference.losses import LossType
 from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
+from unmask.training.sharding import weight_sharding_setting
 
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
@@ -120,7 +121,9 @@ class DPOConfig(PairConfig):
 
     def adapter_conflict(self, *, has_adapters: bool) -> Conflict:
         """A reference under adapters, of a policy without them."""
-        what, remedy = "the policy has no adapters", "Set lora (in Python: peft_config), or use reference stored or frozen"
+        others = "se reference stored or frozen"
+        remedy = f"U{others}" if weight_sharding_setting(self) else f"Set lora (in Python: peft_config), or u{others}"
+        what = "the policy has no adapters"
         return Conflict("reference and lora", self.reference == "adapter" and not has_adapters, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:

@@ -298,9 +298,6 @@ class GRPOConfig(TrainingConfig):
         yield from super().conflicts(run)
         if (shards := weight_sharding_setting(self)) and run.lora is None:
             yield from self.sharding_conflicts(shards)
-        what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
-        unsent = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None
-        yield Conflict("rollout.sync and lora", unsent, what, remedy)
 
     def sharding_conflicts(self, *shards: str) -> Iterator[Conflict]:
         """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be named."""
@@ -312,7 +309,8 @@ class GRPOConfig(TrainingConfig):
         yield Conflict(" and ".join(["reference_sync_steps", *shards]), moves, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model."""
+        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model, or
+        without what it is sent."""
         read = read_attention()
         causal = read["attention"] == "causal"
         unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
@@ -327,6 +325,9 @@ class GRPOConfig(TrainingConfig):
         elif self.rollout_config.backend == "vllm":
             what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"
             raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
+        if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
+            remedy = "Train with lora, or set rollout.sync to disk"
+            raise ConfigError("there are no adapters to send", where="rollout.sync and lora", remedy=remedy)
 
     def refuse_for_causal_models(self) -> None:
         """Raise ConfigError for masking strategies and settings of views, which a causal model ignores."""

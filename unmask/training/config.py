@@ -225,6 +225,11 @@ class TrainingConfig(TrainingArguments):
         """The attention patterns that the parts train; None: the model's own."""
         return None
 
+    @property
+    def excludes_adapters(self) -> str | None:
+        """The setting with which the verb cannot train adapters; None: it can."""
+        return None
+
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         """Settings of the verb and the run that exclude each other."""
         model, one = run.model, "Leave one of the two out"

@@ -23,6 +23,7 @@ from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.adapters import has_adapters, with_adapters
+from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import history, write_card
@@ -118,6 +119,17 @@ class DiffusionTrainer(Trainer):
         for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
+
+    @property
+    def model(self) -> Any:
+        """The trained model. A compiled one that is assigned, `trainer.model = torch.compile(trainer.model)`, is compiled in place."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model, options = taken_apart(model)
+        if options is not None:
+            self.lm.compile(**options)
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
