@@ -213,7 +213,9 @@ app.command(epilog="Example: unmask compare before.json after.json --picture dif
 @spread_configs
 def inspect(
     model: ModelConfig,
-    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A hardware recipe; repeatable; unset: all.")] = None,
+    hardware: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A recipe, or all; repeatable; unset: likely ones.")
+    ] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
@@ -227,11 +229,11 @@ def inspect(
     That is the memory and time of a training step, the time of a pass of generation, and what bounds both. The weights are not read."""
     check_model(model.path, weights=False)
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
+    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, StepEstimator, recipes_to_show
     from unmask.planning.step_time import BOUNDS
 
     dtype = None if model.dtype == "float32" else model.dtype  # None: as in the recipe
-    recipes = [HardwareRecipe.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or hardware_recipe_names()]
+    recipes = recipes_to_show(hardware or [], max_memory_gb=max_memory_gb, dtype=dtype, device_map=model.device_map)
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
     estimator = StepEstimator(blueprint, work)

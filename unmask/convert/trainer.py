@@ -41,6 +41,7 @@ from unmask.training.checkpoints import last_of_run, named_checkpoint, refuse_no
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
+from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import is_split, refuse_unknown_arguments
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
@@ -364,6 +365,8 @@ class ConvertTrainer:
         rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
+        for stop in (each for each in rest["callbacks"] if isinstance(each, StopOnSignal)):
+            stop.steps_before = first
         rows = rows_from_step(self.train_rows, args, first)
         place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)

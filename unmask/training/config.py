@@ -196,7 +196,7 @@ class TrainingConfig(TrainingArguments):
 
     def shortened(self, steps: int) -> dict[str, Any]:
         """The settings of a short run with `steps` steps of every part, which saves nothing."""
-        quiet = {"save_strategy": "no", "eval_strategy": "no", "eval_steps": None, "report_to": "none", "logging_dir": None}
+        quiet: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "eval_steps": None, "report_to": "none", "logging_dir": None}
         quiet["logging_steps"] = 1
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
