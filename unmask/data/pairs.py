@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
+from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns, template_options
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -162,7 +162,7 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
 def _encode_parts(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
     if learn is not None and "messages" in example:
-        return encode_turns(tokenizer, example["messages"], learn, ends)
+        return encode_turns(tokenizer, example["messages"], learn, ends, template_options(tokenizer, example))
     prompt, completion = encode_example(tokenizer, example, ends)
     return prompt, completion, [False] * len(prompt)
 
