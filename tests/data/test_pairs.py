@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import string
 from collections.abc import Sequence
 from typing import Any
@@ -337,10 +339,16 @@ def test_unpaired_completions_keep_their_label(texts):
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
 
-@pytest.mark.parametrize("label", [1, "true", 0.5])
+@pytest.mark.parametrize(("good", "bad"), [(1, 0), (1.0, 0.0), ("1", "0"), ("true", "false"), (" True", "FALSE")])
+def test_a_label_may_be_a_number_or_text_of_a_table(good, bad):
+    rows = made([GOOD | {"label": good}, GOOD | {"label": bad}], formats=UNPAIRED)
+    assert [row["label"] for row in rows] == [True, False]
+
+
+@pytest.mark.parametrize("label", [2, "yes", 0.5, math.nan, [True]])
 def test_a_label_is_a_boolean(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
-    with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
+    with pytest.raises(DataError, match=rf"row 1, label: {re.escape(repr(label))} is neither true nor false"):
         made(examples, formats=UNPAIRED)
     rows = made(examples, formats=UNPAIRED, skip=True)
     assert rows.report.dropped == {"wrong type": [1]}

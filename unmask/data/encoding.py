@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.data.special_tokens import END, START, as_text, encode, encode_texts
 from unmask.errors import DataError
-from unmask.models.chat_template import render_template
+from unmask.models.chat_template import ANSWER, render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -238,7 +238,11 @@ def encode_turns(
             through = render_template(tokenizer, messages[: turn + 1], **options)
             _require_prefix(before, through, messages[:turn])
             _require_prefix(through, whole, messages[: turn + 1])
-            _require_end(through[len(before) :], messages[turn])
+            ended, message = through, messages[turn]
+            if message.get("tool_calls"):  # an end cannot be told from a call: the template writes a plain answer
+                message = {"role": "assistant", "content": ANSWER}
+                ended = render_template(tokenizer, [*messages[:turn], message], **options)
+            _require_end(ended[len(before) :], message)
             inside = _tokens_between(tokenizer, whole, prompt, len(before), len(through))
             for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
