@@ -8,6 +8,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from unmask.records import require_names
 TEXTS_AT_ONCE = 256
 """Texts that are tokenised together and held in memory."""
 
+SURROGATE = re.compile("[\ud800-\udfff]")
+
 Row = dict[str, Any]
 
 
@@ -33,7 +36,8 @@ Row = dict[str, Any]
 class Column:
     """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated repeatedly.
 
-    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it.
+    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it,
+    or with a text that is not valid Unicode.
     """
 
     dataset: Iterable[Mapping[str, Any]]
@@ -50,7 +54,11 @@ class Column:
                 remedy = f"Name an existing column with text: {self.setting}={texts[0] if texts else 'NAME'}"
                 raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
             require_values(row, (self.name,), where)
-            yield row[self.name]
+            value = row[self.name]
+            if isinstance(value, str) and not value.isascii() and SURROGATE.search(value):
+                what = f"{value!r:.80} is not valid Unicode"  # Python's escape of a byte that is not UTF-8
+                raise DataError(what, where=where, remedy="Save it as UTF-8", reason="not valid Unicode")
+            yield value
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
