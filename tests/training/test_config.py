@@ -190,10 +190,10 @@ def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, nam
             refused += 1
             for value in (default, args.to_dict()[name]):
                 with pytest.raises(ConfigError) as caught:
-                    config(tmp_path, kind, **other, **{name: value})
+                    config(tmp_path, kind, **other | {name: value})
                 assert name in str(caught.value.where)
         else:
-            config(tmp_path, kind, **other, **{name: default})
+            config(tmp_path, kind, **other | {name: default})
     assert refused
 
 

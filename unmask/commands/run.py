@@ -144,7 +144,7 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
             if args.should_save and folder.overwrite:
                 forget_earlier_run(output)
             folder.begin(resolved(config, args), trainer.run_record, trainer.planned_steps(args))
-            if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
+            if args.should_save and (reports := data_reports(trainer)):
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
             trainer.train(resume_from_checkpoint=resume)
             save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)

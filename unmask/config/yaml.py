@@ -123,6 +123,8 @@ def parse_yaml(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         where, problem = f"{where}{line}", str(error.problem)
+        if "'\\t'" in problem:
+            problem = "a tab begins a word; YAML is indented with spaces"
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Characters that YAML forbids, a number too large for Python, or a value that does not fit its tag.
         problem = f"this is not YAML: {error}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ class RowLimits:
     block_size: int = 1  # of block-causal attention; 1: no blocks
     truncate_prompt: bool = False  # if the completion does not fit, cut the beginning of the prompt (after BOS)
     truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
+    context: int | None = None  # tokens that the model reads at most; None: any number
 
     def fit(self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids) -> tuple[Ids, list[Ids]]:
         """A prompt and the completions that may follow it, truncated where this is allowed. Raises DataError if they are too long."""
@@ -51,9 +52,14 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
-        cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
-        remedy = f"Raise max_length as far as the model's context goes (training.max_length={length}){cut}"
-        raise DataError(f"{length} tokens, but a row holds {self.max_length}", remedy=remedy, reason="too long")
+        ways = ["Cut the prompt with training.truncate_prompt=true"] if excess + bos < len(prompt) else []
+        if self.context is not None and length > self.context:
+            what = f"{length} tokens, but the model's context is {self.context}"
+            ways.append("Remove the row, or shorten it")
+        else:
+            what = f"{length} tokens, but a row holds {self.max_length}"
+            ways.insert(0, f"Raise max_length (training.max_length={length})")
+        raise DataError(what, remedy=". Or: ".join(ways), reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:
         """The number of EOS tokens that fill a row after a prompt and a completion of these lengths."""
@@ -94,7 +100,7 @@ def pair_rows(
             prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.unknown.count(tokenizer, [*prompt, *completion], converted)
-            report.record_lengths(prompt=len(prompt), completion=len(completion))
+            report.record_lengths(prompt=len(prompt) - sum(learnt), completion=sum(learnt) + len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
             filling = 0 if cut else limits.filling(len(kept), len(answer))
@@ -102,6 +108,7 @@ def pair_rows(
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
+            report.answers += 1 + sum(is_learnt for is_learnt, _ in groupby(row["maskable"][: len(kept)]))
             report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
     if not packed:
         return report.attach(rows)

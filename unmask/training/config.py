@@ -93,6 +93,9 @@ class TrainingConfig(TrainingArguments):
         on_resume=NEUTRAL,
     )
     data_source: str | None = setting(None, "The name of the training data in the model card", on_resume=NEUTRAL)
+    show_rows: int = setting(
+        0, "Training rows to print as text, with the learnt tokens marked; also in data_report.json", low=0, on_resume=NEUTRAL
+    )
     log_memory_usage: bool = setting(False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL)
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
