@@ -275,6 +275,16 @@ def test_verbs_without_answers_write_no_report_of_them(model, text, tmp_path):
     assert not (tmp_path / "out" / "data_report.json").exists()
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "convert", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_shown_rows_are_in_the_report_of_the_data(verb, model, text, tmp_path):
+    more = ["--data", text, "training.packing=false"] if verb != "grpo" else ["--task", "sudoku", *GRPO]
+    steps = ["training.max_steps=10"] if verb == "convert" else []
+    result = unmask(verb, "--model", model, "--output", tmp_path / "out", *QUICK, *more, *steps, "--show-rows", "2")
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]["rows"]
+    assert len(rows) == 2 and all("⟦" in part and result.output.count(part) == 1 for row in rows for part in row)
+
+
 def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tmp_path):
     data, small = shared_path("data", "preference", "llamafactory_dpo_en_demo.json"), shared_path("models", "stories260K")
     run = ["dpo", "--model", small, "--data", data, *QUICK, "model.attention=bidirectional", "training.samples=1"]

@@ -108,7 +108,9 @@ def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[st
 
 def of_trl(trainer: Any, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A row as a trainer of TRL tokenizes it, in a table that keeps its types."""
-    args = SimpleNamespace(dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=False, packing=False, max_length=None, shuffle_dataset=False)
+    args = SimpleNamespace(
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=False, packing=False, max_length=None, shuffle_dataset=False
+    )
     self = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True, calculate_KL=False, **more)
     table = datasets.IterableDataset.from_generator(lambda: iter([row]))
     rest = (False, None) if trainer is trl.SFTTrainer else ()

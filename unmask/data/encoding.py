@@ -398,7 +398,9 @@ def _require_tools(
             continue
         if same:
             remedy = "Use a model whose template has them, remove the row, or write them as text."
-            raise DataError(f"the chat template does not write {what}", where=what, remedy=remedy, reason="not written by the chat template")
+            raise DataError(
+                f"the chat template does not write {what}", where=what, remedy=remedy, reason="not written by the chat template"
+            )
 
 
 def _weight(message: Message) -> bool:

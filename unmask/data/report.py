@@ -77,7 +77,10 @@ def _documents(tokenizer: PreTrainedTokenizerBase, row: Any) -> list[str]:
         return [marked_text(tokenizer, row.ids, [False] * len(row.ids)) + "".join(LEARNT)]
     row = row.get("response", row)  # of KTO
     tokens = zip(row["documents"], row["input_ids"], row["maskable"], strict=True)
-    return [marked_text(tokenizer, *zip(*((token, learnt) for _, token, learnt in part), strict=True)) for _, part in groupby(tokens, itemgetter(0))]
+    return [
+        marked_text(tokenizer, *zip(*((token, learnt) for _, token, learnt in part), strict=True))
+        for _, part in groupby(tokens, itemgetter(0))
+    ]
 
 
 def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[bool]) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,6 +152,18 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         what = f"{len(dataset)} prompts, but a step needs {prompts}"
         raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
     return prompts
+
+
+def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of a stream that a run of `max_steps` steps may need.
+
+    Raises:
+        ConfigError: `max_steps` is not set.
+    """
+    if args.max_steps <= 0:
+        raise ConfigError("a stream has no end", where="max_steps", remedy="Set it, or give a list of rows or a datasets.Dataset")
+    rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.dynamic_sampling)
+    return [*islice(stream, rollouts * prompts_per_step(args, None))]
 
 
 class PromptHistory:

@@ -1,5 +1,4 @@
 """How training hides tokens: the settings that conversion and SFT share, and the view plan that they describe."""
-# ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig
 from unmask.training.config_fields import setting
-
 
 OF_TIMES = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 """Settings of times, which exact counts have not."""
