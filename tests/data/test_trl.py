@@ -81,7 +81,8 @@ def config(kind: Any, **more: Any) -> Any:
 
 def split(row: dict[str, Any], document: int = 1) -> tuple[list[int], list[int]]:
     """Prompt and answer of a row of one answer."""
-    of_row = [(token, learnt) for token, learnt, number in zip(*map(row.get, ("input_ids", "maskable", "documents"))) if number == document]
+    tokens = zip(row["input_ids"], row["maskable"], row["documents"], strict=True)
+    of_row = [(token, learnt) for token, learnt, number in tokens if number == document]
     return [token for token, learnt in of_row if not learnt], [token for token, learnt in of_row if learnt]
 
 
@@ -108,9 +109,8 @@ def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[st
 
 def of_trl(trainer: Any, tokenizer: PreTrainedTokenizerBase, row: dict[str, Any], **more: Any) -> dict[str, Any]:
     """A row as a trainer of TRL tokenizes it, in a table that keeps its types."""
-    args = SimpleNamespace(
-        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=False, packing=False, max_length=None, shuffle_dataset=False
-    )
+    off = dict.fromkeys(("assistant_only_loss", "packing", "shuffle_dataset"), False)
+    args = SimpleNamespace(dataset_num_proc=None, dataset_text_field="text", max_length=None, **off)
     self = SimpleNamespace(_tokenizer=tokenizer, chat_template=None, completion_only_loss=True, calculate_KL=False, **more)
     table = datasets.IterableDataset.from_generator(lambda: iter([row]))
     rest = (False, None) if trainer is trl.SFTTrainer else ()

@@ -12,8 +12,8 @@
 | `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
 | `prompt` | text or messages | unchanged |
 
-A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0` is not learnt.
-Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads, as in TRL.
+A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0` is not
+learnt. Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads, as in TRL.
 """
 
 from __future__ import annotations

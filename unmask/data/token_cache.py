@@ -103,9 +103,9 @@ def cached_rows(
 ) -> Dataset:
     """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not exist.
 
-    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed` and `max_unknown` (the fraction of the
-    tokens that may be unknown), and `ends` (the model's end tokens). The first process of each machine creates them. `texts` are iterated to compute the hash, and again to
-    create a cache.
+    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed`, `max_unknown` (the fraction of the
+    tokens that may be unknown) and `ends` (the model's end tokens). The first process of each machine creates them. `texts` are iterated
+    to compute the hash, and again to create a cache.
 
     Raises:
         DataError: as `iter_text_rows`; or the cache is truncated or altered.

@@ -51,7 +51,8 @@ class Documents:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
         documents = []
-        for number, text in enumerate(Column(load_examples(path, max_rows=rows), "text", path)):
+        records: Any = load_examples(path, max_rows=rows)  # without errors in place of rows
+        for number, text in enumerate(Column(records, "text", path)):
             with prepending_place(f"{path}, row {number}"):
                 ids = encode_prompt(lm.tokenizer, text)[: lm.context_length]
             documents += [(text, ids)] if len(ids) > 1 else []

@@ -63,7 +63,7 @@ class PromptRows(Dataset):
 
     def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
-        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat, self.ids and self.ids[sample_id])
+        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat, None if self.ids is None else self.ids[sample_id])
 
 
 def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:

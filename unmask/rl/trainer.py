@@ -80,10 +80,11 @@ class GRPOTrainer(DiffusionTrainer):
         args = args or GRPOConfig()
         rewards = make_rewards(reward_funcs, args)
         self._reward_identities = reward_identities(reward_funcs)
-        if train_dataset is not None and not isinstance(train_dataset, Sized):
-            train_dataset = first_prompts(args, train_dataset)
-        self.prompts_per_step = prompts_per_step(args, train_dataset)
-        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        rows: Any = train_dataset
+        if rows is not None and not isinstance(rows, Sized):
+            rows = first_prompts(args, rows)
+        self.prompts_per_step = prompts_per_step(args, rows)
+        super().__init__(model, args, rows, eval_dataset, data_collator=list, **rest)
         for conflict in args.sharding_conflicts() if self.shards_weights else ():
             if conflict.on:
                 raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
