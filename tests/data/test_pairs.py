@@ -376,7 +376,7 @@ def test_what_is_advised_for_a_row_that_is_too_long_works(max_length, context):
             assert context is None or int(found[1]) <= context
             advised.append(RowLimits(int(found[1]), context=context))
         else:
-            assert f"the model's context is {context}" in caught.value.what and "Remove the row" in remedy
+            assert f"and the model's context is {context}" in caught.value.what and "remove the row" in remedy
         if "truncate_prompt" in remedy:
             advised.append(RowLimits(max_length, truncate_prompt=True, context=context))
         for limits in advised:

@@ -248,5 +248,5 @@ def test_a_given_default_is_refused_from_every_source(tmp_path):
     args = GRPOConfig(prompt_mask_rate=0.15)
     with pytest.raises(ConfigError, match="does not read it for a causal model"):
         args.refuse_unread(None, exact=True)
-    with pytest.raises(ConfigError, match="importance_cap: has no effect without a vLLM server"):
+    with pytest.raises(ConfigError, match="importance_cap: local samples from the trained model itself"):
         GRPOConfig(importance_cap=2.0)

@@ -90,7 +90,11 @@ def read_source(
             raise error.skippable() from error
     kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "max_rows": max_rows}
     if isinstance(source, str):
-        return load_rows(source, streaming=True, **kept) if streaming else load_examples(source, **kept)
+        if streaming:
+            return load_rows(source, streaming=True, **kept)
+        rows = load_examples(source, **kept)
+        columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
+        return [columns | row for row in rows] if columns else rows  # as a table, in which no row lacks a column
     return load_mixture(source, seed=data.seed, streaming=streaming, **kept)
 
 

@@ -52,14 +52,11 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
-        ways = ["Cut the prompt with training.truncate_prompt=true"] if excess + bos < len(prompt) else []
+        what, remedy = f"{length} tokens, but a row holds {self.max_length}", f"Raise max_length (training.max_length={length})"
         if self.context is not None and length > self.context:
-            what = f"{length} tokens, but the model's context is {self.context}"
-            ways.append("Remove the row, or shorten it")
-        else:
-            what = f"{length} tokens, but a row holds {self.max_length}"
-            ways.insert(0, f"Raise max_length (training.max_length={length})")
-        raise DataError(what, remedy=". Or: ".join(ways), reason="too long")
+            what, remedy = f"{what}, and the model's context is {self.context}", "Shorten or remove the row"
+        cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
+        raise DataError(what, remedy=f"{remedy}{cut}", reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:
         """The number of EOS tokens that fill a row after a prompt and a completion of these lengths."""

@@ -187,9 +187,6 @@ class GRPOConfig(TrainingConfig):
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise error.moved(where) from error
-        if self.rollout_config.backend != "vllm" and "importance_cap" in self.given:
-            what, remedy = "has no effect without a vLLM server", "Leave it out, or set rollout.backend to vllm"
-            raise ConfigError(what, where="importance_cap", remedy=remedy)
         if self.corrects_for_server and "importance_cap" not in settings_of(method):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
