@@ -92,7 +92,7 @@ def read_source(
     if isinstance(source, str):
         if streaming:
             return load_rows(source, streaming=True, **kept)
-        rows = load_examples(source, **kept)
+        rows: Any = load_examples(source, **kept)
         columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
         return [columns | row for row in rows] if columns else rows  # as a table, in which no row lacks a column
     return load_mixture(source, seed=data.seed, streaming=streaming, **kept)
