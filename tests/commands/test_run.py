@@ -16,6 +16,7 @@ from tests.training.tiny_runs import QUICK, equal, tiny, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.commands.run import forget_earlier_run
 from unmask.config.yaml import parse_yaml
+from unmask.errors import UnmaskWarning
 from unmask.evaluation.result_file import read_result
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.load import load
@@ -326,13 +327,24 @@ def test_verbs_without_answers_write_no_report_of_them(model, text, tmp_path):
     assert not (tmp_path / "out" / "data_report.json").exists()
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "convert", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_shown_rows_are_in_the_report_of_the_data(verb, model, text, tmp_path):
+    more = ["--data", text, "training.packing=false"] if verb != "grpo" else ["--task", "sudoku", *GRPO]
+    steps = ["training.max_steps=10"] if verb == "convert" else []
+    result = unmask(verb, "--model", model, "--output", tmp_path / "out", *QUICK, *more, *steps, "--show-rows", "2")
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]["rows"]
+    assert len(rows) == 2 and all("⟦" in part and result.output.count(part) == 1 for row in rows for part in row)
+
+
 def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tmp_path):
     data, small = shared_path("data", "preference", "llamafactory_dpo_en_demo.json"), shared_path("models", "stories260K")
     run = ["dpo", "--model", small, "--data", data, *QUICK, "model.attention=bidirectional", "training.samples=1"]
     assert_refused(unmask(*run, "--output", tmp_path / "out"), "no chat template", "data.chat_template")
     run += ["data.chat_template=simple", "training.max_length=256"]
     assert_refused(unmask(*run, "--output", tmp_path / "out"), "llamafactory_dpo_en_demo.json, row ", "a row holds 256")
-    result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true")
+    with pytest.warns(UnmaskWarning, match=r"train_dataset: only \d of 16 rows are kept \(\d+ too long\)"):
+        result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true")
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
     assert report["read"] == 16 and 0 < report["kept"] < 16

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,18 +16,22 @@ from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
 from tests.training.tiny_runs import PAIRS, make, ranks, settings, tiny, unmask, weights
+from unmask.commands.run import resolved, training_arguments
 from unmask.commands.verbs import VERBS
+from unmask.config.layers import read_layers
+from unmask.config.run import resolve
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
-from unmask.preference.config import DPOConfig
+from unmask.preference.config import OF_MASKS, DPOConfig
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig
-from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.supervised.sft import OF_VIEWS, SFTConfig, SFTTrainer
 from unmask.training import config as stage_config
 from unmask.training import hardware_checks
 from unmask.training.model_history import chosen_settings
+from unmask.training.noise_config import OF_TIMES
 
 
 @pytest.fixture
@@ -222,3 +228,82 @@ def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_mean
         with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
             trainer(model=tiny("causal"), args=args(output_dir=str(tmp_path), use_cpu=True), train_dataset=rows, **{name: 1})
         assert refused.value.where == name and words in str(refused.value)
+
+
+CONDITIONAL = [
+    (kind, each.name, each.default)
+    for kind in (SFTConfig, DPOConfig, GRPOConfig, ConvertConfig)
+    for each in dataclasses.fields(kind)
+    if each.metadata.get("needs") and each.default is not None
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "default"), CONDITIONAL)
+def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, name, default, tmp_path):
+    others = [{}, *({"loss_type": loss} for loss in ("ipo", "simpo", "kto")), {"reference": "frozen"}] if kind is DPOConfig else [{}]
+    refused = 0
+    for other in others:
+        args = config(tmp_path, kind, **other)
+        if name in args.unread():
+            refused += 1
+            for value in (default, args.to_dict()[name]):
+                with pytest.raises(ConfigError) as caught:
+                    config(tmp_path, kind, **other | {name: value})
+                assert name in str(caught.value.where)
+        else:
+            config(tmp_path, kind, **other | {name: default})
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_", "names"),
+    [
+        (SFTConfig, {"max_gap": 4}, [name for name in OF_VIEWS if name not in ("score_chunk", "num_timesteps")]),
+        (SFTConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
+        (ConvertConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
+    ],
+)
+def test_a_default_that_another_setting_rules_out_is_refused_if_it_is_given(kind, with_, names, tmp_path):
+    args = config(tmp_path, kind, **with_)
+    for name in names:
+        with pytest.raises(ConfigError):
+            config(tmp_path, kind, **with_, **{name: getattr(args, name)})
+
+
+@pytest.mark.parametrize(
+    ("verb", "more"),
+    [
+        *((verb, []) for verb in VERBS),
+        *(("dpo", [f"training.loss_type={loss}"]) for loss in ("ipo", "simpo", "kto")),
+        ("sft", ["training.max_gap=4"]),
+        ("sft", ["training.exact_count=true"]),
+        ("sft", ["training.weighting=cart"]),
+        ("convert", ["training.distillation=0.5", "training.on_policy=0.1"]),
+        ("grpo", ["training.beta=0.1", "training.reference_sync_steps=8"]),
+        ("grpo", ["training.masking=adaptive"]),
+        ("grpo", ["training.log_completions_steps=5"]),
+    ],
+)
+def test_a_recorded_config_can_be_read_again(verb, more):
+    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", *more]))
+    first = training_arguments(verb, run)
+    again = resolved(run, first)
+    assert training_arguments(verb, again).to_dict() == first.to_dict()
+    assert resolved(again, training_arguments(verb, again)) == again
+
+
+def test_a_record_of_dpo_names_masks_that_an_exact_likelihood_does_not_draw(tmp_path):
+    causal = SimpleNamespace(attention="causal", block_size=None, autoregressive=True)
+    record = {name: getattr(DPOConfig, name) for name in OF_MASKS}
+    assert config(tmp_path, DPOConfig, **record).exact(causal)
+    for name, value in record.items():
+        with pytest.raises(ConfigError, match=f"{name}: an exact likelihood draws no masks"):
+            config(tmp_path, DPOConfig, **{name: value}).exact(causal)
+    with pytest.raises(ConfigError, match="samples: an exact likelihood draws no masks"):
+        config(tmp_path, DPOConfig, **record | {"samples": 9}).exact(causal)
+
+
+def test_a_limit_of_prompts_has_no_equal(tmp_path):
+    for kind in (GRPOConfig, DPOConfig):
+        with pytest.raises(ConfigError, match=r"max_prompt_length: Leave it out: prompts are not cut"):
+            kind(output_dir=str(tmp_path), max_prompt_length=32)

@@ -213,9 +213,7 @@ app.command(epilog="Example: unmask compare before.json after.json --picture dif
 @spread_configs
 def inspect(
     model: ModelConfig,
-    hardware: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A recipe, or all; repeatable; unset: likely ones.")
-    ] = None,
+    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A recipe, or all; repeatable; unset: likely ones.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,7 +30,7 @@ from unmask.config.run import RunConfig, check_output_folder, import_modules, in
 from unmask.config.trackers import check_trackers
 from unmask.console import for_stdout, is_first_process, show_table
 from unmask.data.sources import check_source
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, UnmaskError
 from unmask.models.model_paths import check_model
 from unmask.redaction import shown
 from unmask.tasks import get_task
@@ -259,9 +260,14 @@ def enable_debug_output(ctx: typer.Context) -> None:
 
 
 def show_config(verb: str, settings: RunConfig) -> None:
+    from unmask.commands.inputs import read_pattern
     from unmask.commands.run import planned_arguments, resolved
 
-    typer.echo(for_stdout(to_yaml(resolved(settings, planned_arguments(verb, settings)))), nl=False)
+    args = planned_arguments(verb, settings)
+    if Path(settings.model.path).is_dir():  # what its attention ignores is left out
+        with contextlib.suppress(UnmaskError):
+            args.check_model(partial(read_pattern, settings.model), settings)
+    typer.echo(for_stdout(to_yaml(resolved(settings, args))), nl=False)
 
 
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:

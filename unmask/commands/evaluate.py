@@ -22,7 +22,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
-from unmask.data.sources import load_rows
+from unmask.data.sources import load_examples
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.comparison import Named, by_label, differing
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
@@ -262,7 +262,7 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
         ConfigError, DataError: those of `evaluate` that can be found without a model.
     """
     if evaluation.likelihood:
-        load_rows(evaluation.likelihood, max_rows=evaluation.rows)
+        load_examples(evaluation.likelihood, max_rows=evaluation.rows)
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):

@@ -8,7 +8,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +84,19 @@ def data_name(data: DataConfig, task: Task | None = None) -> str | None:
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user set them, or if our default
-    differs."""
+    differs; settings that have no effect here are left out."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     listed = [f.name for f in dataclasses.fields(args) if f.name not in SET_BY_RUN and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
     set_by_user = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
-    return config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
+    filled_in = config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
+    return without_unread(filled_in, args, set_by_user)
+
+
+def without_unread(config: RunConfig, args: TrainingConfig, given: Collection[str]) -> RunConfig:
+    """The config without settings that have no effect, unless they were given; the trainer knows of more than the settings alone."""
+    left_out = args.unread() - {*given}
+    return config.model_copy(update={"training": {name: value for name, value in config.training.items() if name not in left_out}})
 
 
 def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None) -> Retention | None:
@@ -155,8 +162,8 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
                 trainer.checkpoint_to_resume(resume)  # refuses another run
             if args.should_save and folder.overwrite:
                 forget_earlier_run(output)
-            folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
-            if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
+            folder.begin(without_unread(settings, args, config.training), trainer.run_record, trainer.planned_steps(args))
+            if args.should_save and (reports := data_reports(trainer)):
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
             trainer.train(resume_from_checkpoint=resume)
             save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)

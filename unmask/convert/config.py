@@ -40,10 +40,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
         0.0, "The weight of the KL divergence from the frozen causal model, where no later token is visible", low=0, high=1
     )
     teacher_top_k: int = setting(
-        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1
+        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1, needs=("distillation",)
     )
     on_policy: float = setting(0.0, "The fraction of rows whose end is replaced by the model's own continuation", low=0, high=1)
-    rollout_tokens: int = setting(32, "Tokens that the model generates for each row of `on_policy`", low=1)
+    rollout_tokens: int = setting(32, "Tokens that the model generates for each row", low=1, needs=("on_policy",))
     alignment: float = setting(0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0)
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}

@@ -23,7 +23,7 @@ from unmask.convert.distillation import compare, distillation_loss
 from unmask.convert.resumption import StageResumption
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
-from unmask.data.report import DataReport
+from unmask.data.report import DataReport, show_rows
 from unmask.data.rows import Row, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.token_cache import StreamedRows
@@ -221,6 +221,8 @@ class ConvertTrainer:
                 raise ConfigError("names no weights that take gradients", where=where, remedy="Add adapters to these weights, or use all")
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
+        if args.show_rows and args.should_save:
+            show_rows(self.lm.tokenizer, self.train_rows, args.show_rows)
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
@@ -385,6 +387,6 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
+        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1, context=lm.context_length)
         return pair_rows(lm.tokenizer, dataset, limits, DataReport(where, max_unknown=args.max_unknown), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)

@@ -11,8 +11,8 @@ import numpy as np
 
 from unmask.console import Phase, tracked
 from unmask.data.encoding import encode_prompt
-from unmask.data.rows import Column
-from unmask.data.sources import load_rows
+from unmask.data.rows import Column, prepending_place
+from unmask.data.sources import load_examples
 from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
@@ -50,9 +50,12 @@ class Documents:
         Raises:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
-        texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-        encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
-        documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
+        documents = []
+        records: Any = load_examples(path, max_rows=rows)  # without errors in place of rows
+        for number, text in enumerate(Column(records, "text", path)):
+            with prepending_place(f"{path}, row {number}"):
+                ids = encode_prompt(lm.tokenizer, text)[: lm.context_length]
+            documents += [(text, ids)] if len(ids) > 1 else []
         if not documents:
             raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
         estimator = estimator or default_estimator(lm)

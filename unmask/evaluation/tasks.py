@@ -16,7 +16,8 @@ from unmask.config.run import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase, tracked
 from unmask.data.decoding import text_after, token_texts
-from unmask.data.encoding import Prompt, is_ids
+from unmask.data.encoding import Prompt, encode_row, is_ids
+from unmask.data.formats import read_prompt
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
@@ -24,7 +25,7 @@ from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
 from unmask.evaluation.text_metrics import LOWER_IS_BETTER, GeneratedTexts, TextScores, check_text_metrics, text_metrics
 from unmask.generation.output import Generation
-from unmask.generation.requests import encode_all, make_requests
+from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
@@ -135,7 +136,12 @@ def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
     _verify(task, [""], rows[:1])
-    make_requests(lm, [row["prompt"] for row in rows], sampler_for(task, rows, sampler))
+    make_requests(lm, _prompts(lm, rows), sampler_for(task, rows, sampler))
+
+
+def _prompts(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The token ids of the prompts, as in training."""
+    return [encode_row(lm.tokenizer, read_prompt(row)) for row in rows]
 
 
 def _verify(task: Task, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -263,7 +269,7 @@ def _items(
 
 def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Problem]:
     """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not matter."""
-    ids, prompts = item_ids(rows), encode_all(lm.tokenizer, [row["prompt"] for row in rows], "prompts")
+    ids, prompts = item_ids(rows), _prompts(lm, rows)
     seen: Counter[tuple[int, ...]] = Counter()
     numbers: dict[int, int] = {}
     for n in sorted(range(len(rows)), key=lambda n: ids[n]):

@@ -156,7 +156,7 @@ class GRPOConfig(TrainingConfig):
         low=1e-3,
     )
     log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS)
-    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, on_resume=ACTS)
+    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS)
     performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS)
 
     reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
@@ -202,9 +202,6 @@ class GRPOConfig(TrainingConfig):
             return field.default
         return settings_of(get_method(self.method)).get(field.name, field.metadata.get("otherwise"))
 
-    def _is_set(self, field: Field[Any]) -> bool:
-        return getattr(self, field.name) not in (None, self._default_of(field))
-
     def _read_method_settings(self, method: type[Method]) -> dict[str, Any] | None:
         """The settings that are no keys of this class, with the method's defaults; None if it has none."""
         given, keys = self.method_settings or {}, {field.name for field in fields(self)}
@@ -238,21 +235,27 @@ class GRPOConfig(TrainingConfig):
             read.update(strategy.uses)
         if not final and strategy is None and not method.separable:
             read.add("samples")
-        settings_of_each = {name: settings_of(other) for name, other in METHODS.items()}
+        self._unread = {}
         for field in fields(self):
-            readers = [name for name, settings in settings_of_each.items() if field.name in settings]
-            if readers and field.name not in read and self._is_set(field):
+            readers = [name for name, other in METHODS.items() if field.name in settings_of(other)]
+            if readers and field.name not in read:
+                self._unread[field.name] = readers
+        for name, readers in self._unread.items():
+            if name in self.given:
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
-                raise ConfigError(what, where=field.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                raise ConfigError(what, where=name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+
+    def unread(self) -> set[str]:
+        server = set() if self.rollout_config.backend == "vllm" else {"importance_cap"}
+        return super().unread() | self._unread.keys() | server
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
             what, remedy = "prompts are sampled in groups, each once per epoch", "Leave it out, or set curriculum"
             raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
         for field in fields(self):
-            if field.name in fixed_settings(method) and self._is_set(field):
-                value = self._default_of(field)
+            if field.name in fixed_settings(method) and getattr(self, field.name) not in (None, value := self._default_of(field)):
                 what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":

@@ -197,7 +197,7 @@ class RolloutCollector:
     def _request(self, rows: Sequence[PromptRow], temperature: float, step: int | None) -> tuple[list[Any], SamplerConfig, list[int]]:
         """The prompts, settings and keys with which a backend samples."""
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
-        return [row.prompt for row in rows], config, [completion_key(row, step) for row in rows]
+        return [row.prompt if row.ids is None else row.ids for row in rows], config, [completion_key(row, step) for row in rows]
 
     def sync_weights(self, step: int | None, updates: int) -> None:
         """Send the weights, named by the updates that were made to them, to a server if they are due before this rollout (None: an

@@ -74,9 +74,12 @@ class SFTConfig(NoisingConfig, PairConfig):
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
         for name in OF_VIEWS if self.max_gap is not None else ():
-            if getattr(self, name) != getattr(type(self), name):
+            if name in self.given:
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
                 raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
+
+    def unread(self) -> set[str]:
+        return super().unread() | ({*OF_VIEWS} if self.max_gap is not None else set())
 
     @property
     def excludes_adapters(self) -> str | None:

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
-from dataclasses import Field, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -22,7 +22,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_settings, check_types, setting
+from unmask.training.config_fields import check_settings, check_types, setting, unmet
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
@@ -98,6 +98,9 @@ class TrainingConfig(TrainingArguments):
         on_resume=NEUTRAL,
     )
     data_source: str | None = setting(None, "The name of the training data in the model card", on_resume=NEUTRAL)
+    show_rows: int = setting(
+        0, "Training rows to print as text, with the learnt tokens marked; also in data_report.json", low=0, on_resume=NEUTRAL
+    )
     log_memory_usage: bool = setting(False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL)
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
@@ -106,10 +109,15 @@ class TrainingConfig(TrainingArguments):
     answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
+    given: ClassVar[frozenset[str]]
+    """The names of the settings that were given, whatever their values (None: unset). Of each config; a class has none."""
+
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
         cls._refuse_unknown(given)
-        return super().__new__(cls)
+        config = super().__new__(cls)
+        config.given = frozenset(name for name, value in given.items() if value is not None)
+        return config
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses unknown settings that are assigned later, too."""
@@ -146,7 +154,7 @@ class TrainingConfig(TrainingArguments):
             args.deepspeed = deepspeed_config(args.deepspeed)
         alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
-        check_settings(self, self._is_set)
+        check_settings(self, lambda each: each.name in self.given)
         for name, (least, limit) in RANGES.items():
             if not least <= (value := getattr(args, name)) < limit:  # nor NaN
                 below = "" if limit == math.inf else f", below {limit:,}"
@@ -170,9 +178,9 @@ class TrainingConfig(TrainingArguments):
         check_offload(args)
         self._made = True
 
-    def _is_set(self, field: Field[Any]) -> bool:
-        """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
-        return getattr(self, field.name) not in (None, field.default)
+    def unread(self) -> set[str]:
+        """The settings that have no effect beside the others. Giving one is an error, so that the record of a run leaves them out."""
+        return {each.name for each in fields(self) if unmet(self, each)}
 
     def to_dict(self) -> dict[str, Any]:
         """The settings without secrets, for trackers and the model card."""

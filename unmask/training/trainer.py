@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.report import Rows, print_report
+from unmask.data.report import Rows, print_report, show_rows
 from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
@@ -141,7 +141,10 @@ class DiffusionTrainer(Trainer):
         if dataset is None:
             return None
         check_dataset(dataset, where, streams=cls.streams)
-        return print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
+        rows = print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
+        if args.show_rows and args.should_save and where == "train_dataset" and rows is not dataset:
+            show_rows(lm.tokenizer, rows, args.show_rows)
+        return rows
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         """The views of this batch: the tokens to hide, the tokens to predict, and the weight of each."""
