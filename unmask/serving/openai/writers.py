@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from unmask.generation.prompt_log_probs import PromptLogProbs
 from unmask.serving.openai.committed import UNFINISHED
 from unmask.serving.openai.edits import edited_region
 from unmask.serving.openai.plans import gaps
@@ -74,13 +75,16 @@ class TextWriter:
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
-        texts = [self.text_of(token) for token in self.outcome.tokens]
-        offset, offsets = len(self.progress.region.before), []
+        before, prompt = self.progress.region.before, self.progress.region.prompt or PromptLogProbs([], [], [])
+        texts = [self.text_of(token) for token in [*prompt.tokens, *self.outcome.tokens]]
+        # Of a prompt given as text, BOS is no part.
+        offset, offsets = len(before) - sum(map(len, texts[: len(prompt.tokens)])), []
         for text in texts:
-            offsets.append(offset)
+            offsets.append(max(offset, 0))
             offset += len(text)
-        top = [{self.text_of(token): _finite(value) for token, value in reversed(each)} for each in self.outcome.top] or None
-        values = [_finite(value) for value in self.outcome.log_probs]
+        most = [*(prompt.top if self.progress.work.config.top_log_probs else []), *self.outcome.top]
+        top = [each and {self.text_of(token): _finite(value) for token, value in reversed(each)} for each in most] or None
+        values = [value if value is None else _finite(value) for value in [*prompt.log_probs, *self.outcome.log_probs]]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
