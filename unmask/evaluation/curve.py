@@ -14,14 +14,13 @@ from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.evaluation.result_file import Metric, TaskScores
-from unmask.evaluation.statistics import Interval, group_bootstrap, group_bootstrap_mean
+from unmask.evaluation.statistics import Interval, group_interval, mean_interval
 
 SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
 """The settings of a sampler that trade quality for speed."""
 SPEEDS = ("passes", "tokens per pass")
 """The metrics that `with_speed` adds."""
 PENALTY, TOLERATED = 3.0, 5.0  # of AUP: alpha, and the points of accuracy that a curve may lose
-AREA_RESAMPLES = 2_000
 AUP = "AUP"
 """The metric of `curve_scores`."""
 
@@ -50,9 +49,9 @@ def with_speed(scores: TaskScores) -> TaskScores:
     """The scores with two more metrics: forward passes per item, which are a score of each item too, and tokens per forward pass (of all
     items together)."""
     groups = [item.group for item in scores.items]
-    passes = group_bootstrap_mean([item.passes for item in scores.items], groups)
+    passes = mean_interval([item.passes for item in scores.items], groups)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
-    parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
+    parallelism = group_interval(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
     speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)
     metrics = dict(zip(SPEEDS, speeds, strict=True))
     items = [
@@ -94,8 +93,8 @@ def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = Non
 
 
 def area_under(points: Sequence[TaskScores]) -> Interval:
-    """AUP of the points of a curve, with its 95% interval over groups of the items that are scored at all points; a resample has the same
-    items at each point. Its best accuracy is that of the curve.
+    """AUP of the points of a curve, with its 95% interval over groups of the items that are scored at all points. Its best accuracy is that
+    of the curve.
 
     Raises:
         DataError: no item is scored at all points.
@@ -113,7 +112,7 @@ def area_under(points: Sequence[TaskScores]) -> Interval:
         sums_RM4 = sums_RC.reshape(len(sums_RC), len(points), 4)
         return aup(sums_RM4[..., 1] / sums_RM4[..., 2], 100 * sums_RM4[..., 0] / sums_RM4[..., 3])
 
-    return group_bootstrap(values_NC, area, [scored[0][name].group for name in shared], samples=AREA_RESAMPLES)
+    return group_interval(values_NC, area, [scored[0][name].group for name in shared])
 
 
 def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
