@@ -19,6 +19,7 @@ from unmask.evaluation.statistics import (
     holm,
     mean_interval,
     paired_difference,
+    ratio,
     sign_flip_p_value,
     wilson_interval,
 )
@@ -123,7 +124,7 @@ def test_the_interval_of_a_ratio_holds_it_as_often_as_it_says(count):
     def draw(rng):
         tokens = rng.integers(20, 200, count)
         nats = tokens * rng.gamma(16, 3 / 16, count)
-        return group_interval(np.stack([nats, tokens], axis=1), lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], range(count))
+        return group_interval(np.stack([nats, tokens], axis=1), ratio, range(count))
 
     assert COVERAGE[0] <= coverage(draw, 3.0) <= COVERAGE[1]
 
@@ -276,5 +277,5 @@ def test_students_quantiles_are_those_of_the_tables(degrees, expected):
 @pytest.mark.filterwarnings("error")
 def test_the_bounds_of_an_infinite_statistic_are_infinite():
     """As of a text with the mask token, which no model predicts."""
-    found = group_interval(np.array([[math.inf, 1.0], [2.0, 1.0]] * 2), lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], range(4))
+    found = group_interval(np.array([[math.inf, 1.0], [2.0, 1.0]] * 2), ratio, range(4))
     assert (found.mean, found.low, found.high) == (math.inf, -math.inf, math.inf)

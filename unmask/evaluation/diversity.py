@@ -17,7 +17,7 @@ from unmask.data.encoding import Prompt, encode_completion, encode_prompt
 from unmask.data.special_tokens import encode_texts
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.likelihood import log_likelihood
-from unmask.evaluation.statistics import Interval, group_interval, mean_interval
+from unmask.evaluation.statistics import Interval, group_interval, ratio
 from unmask.models.diffusion_lm import DiffusionLM
 
 ORDERS = (1, 2, 3)
@@ -33,7 +33,8 @@ def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], grou
     Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
     (2024), which shows why generative perplexity needs it.
     """
-    return mean_interval([_entropy(Counter(ids)) for ids in encode_texts(tokenizer, texts)], groups)
+    values_N2 = np.array([(_entropy(Counter(ids)), 1.0) for ids in encode_texts(tokenizer, texts)])
+    return group_interval(values_N2, ratio, groups)
 
 
 def _entropy(counts: Counter[int]) -> float:
@@ -108,7 +109,7 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: 
         raise DataError("no text has a token to predict", where="perplexity", remedy="Evaluate a model that writes some")
     log_probs = log_likelihood(judge, [pairs[index][0] for index in kept], [pairs[index][1] for index in kept], "exact")
     sums_N2 = np.array([(-log_prob, len(pairs[index][1])) for index, log_prob in zip(kept, log_probs.tolist(), strict=True)])
-    nats = group_interval(sums_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [groups[index] for index in kept])
+    nats = group_interval(sums_N2, ratio, [groups[index] for index in kept])
     with np.errstate(over="ignore"):
         value, low, high = np.exp([nats.mean, nats.low, nats.high]).tolist()
     interval = Interval(value, low, high) if math.isfinite(nats.low) else Interval(value, -math.inf, math.inf)

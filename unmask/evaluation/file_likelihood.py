@@ -17,7 +17,7 @@ from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
-from unmask.evaluation.statistics import group_interval
+from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import masked_text
@@ -82,7 +82,7 @@ class Documents:
             found = log.gather(LIKELIHOOD)
         items = [found[name] for name in self.by_id]
         values_N2 = np.array([(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items])
-        interval = group_interval(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [item.id for item in items])
+        interval = group_interval(values_N2, ratio, [item.id for item in items])
         more = {"standard_error": self._standard_error(items), "higher_is_better": False}
         metric = as_metric(NATS_PER_TOKEN, interval).model_copy(update=more)
         return TaskScores(task=LIKELIHOOD, protocol=self.protocol, metrics={NATS_PER_TOKEN: metric}, items=items)

@@ -89,7 +89,7 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
         raise DataError(f"value {int(np.argmin(finite))} to average is not finite", remedy="Drop the row or fix its value")
     values_N2 = np.stack([row_values, np.ones_like(row_values)], axis=1)
     if row_values.min() < 0 or row_values.max() > 1:
-        return group_interval(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
+        return group_interval(values_N2, ratio, groups)
     sums_G2 = _group_sums(values_N2, groups)
     mean, number = row_values.mean(), len(sums_G2)
     if number == len(row_values) and set(row_values.tolist()) <= {0.0, 1.0}:
@@ -100,6 +100,12 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
         return _wilson(float(mean), number) if number > 1 or mean in (0, 1) else Interval(float(mean), -math.inf, math.inf)
     z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
     return _wilson(float(mean), mean * (1 - mean) / variance * (z / student_quantile(number - 1)) ** 2)
+
+
+def ratio(sums_R2: np.ndarray) -> np.ndarray:
+    """The statistic of `group_interval` that is a sum over another: a mean, with ones in the second column."""
+    ratio_R: np.ndarray = sums_R2[:, 0] / sums_R2[:, 1]
+    return ratio_R
 
 
 def _group_sums(values_NC: np.ndarray, groups: Sequence[int] | Sequence[str]) -> np.ndarray:
@@ -146,8 +152,8 @@ def _without_skewness(deviation: float, skewness: float, number: int) -> float:
 def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
 
-    It is Student's over groups; for verdicts of 0 and 1 with a group for each row, and where no value from 0 to 1 differs, that of Agresti
-    and Min. The bounds are infinite for a single group, and where all groups differ alike.
+    It is Student's over groups; for verdicts of 0 and 1 with a group for each row, and where values from 0 to 1 are all equal or all as
+    different as they can be, that of Agresti and Min. The bounds are infinite for a single group, and where others differ alike.
 
     Source: A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
@@ -162,8 +168,9 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
     mean, sums_G2 = mean_interval(change, groups).mean, _group_sums(np.stack([change, np.ones_like(change)], axis=1), groups)
     number, values = len(sums_G2), {*row_before.tolist(), *row_after.tolist()}
     verdicts = values <= {0.0, 1.0} and number == len(change)
-    if number > 1 and (verdicts or (not change.any() and 0 <= min(values) <= max(values) <= 1)):
-        gained, lost = (float((sign * change > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
+    alike = set(change.tolist()) in ({-1.0}, {0.0}, {1.0}) and 0 <= min(values) <= max(values) <= 1
+    if number > 1 and (verdicts or alike):
+        gained, lost = (float((sign * sums_G2[:, 0] > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
         half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt((gained + lost - (gained - lost) ** 2) / (number + 2))
         return Interval(mean, max(min(gained - lost - half, mean), -1.0), min(max(gained - lost + half, mean), 1.0))
     part_G = (sums_G2[:, 0] - mean * sums_G2[:, 1]) * number / len(change)

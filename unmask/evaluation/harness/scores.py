@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable
 
 from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.result_file import Item, Metric, TaskScores
-from unmask.evaluation.statistics import group_interval, mean_interval
+from unmask.evaluation.statistics import group_interval, mean_interval, ratio
 
 FLIPS = 50
 """Draws by which the standard error of a metric is estimated, to about a tenth of it."""
@@ -117,7 +117,7 @@ def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tup
             interval = mean_interval(values_NC[:, 0], groups)
             bounds = [of_means(end) for end in (interval.low, interval.high)]
         else:
-            interval = group_interval(values_NC, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
+            interval = group_interval(values_NC, ratio, groups)
             bounds = [of_means(end, 1.0) for end in (interval.low, interval.high)]
     low, high = sorted(bounds)
     return (low, high) if math.isfinite(interval.low) and all(map(math.isfinite, bounds)) else (None, None)
