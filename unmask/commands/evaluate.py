@@ -294,6 +294,7 @@ def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, samp
 def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
     evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    options["until"] = part.protocol.until if part.protocol else ()
     result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(part.source or "generated")

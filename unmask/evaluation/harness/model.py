@@ -27,9 +27,9 @@ from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.greedy import is_greedy
 from unmask.evaluation.harness.answers import LogLikelihood, Text
-from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
+from unmask.evaluation.harness.settings import read_gen_kwargs, split_settings
 from unmask.evaluation.likelihood import Estimator, common_length, default_estimator, log_likelihoods
-from unmask.evaluation.protocols import Protocol, protocol_tasks, read_protocol
+from unmask.evaluation.protocols import Protocol, cut, protocol_tasks, read_protocol
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
