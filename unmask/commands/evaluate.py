@@ -219,7 +219,8 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
     """The documents whose likelihood is measured, if there are any."""
     if evaluation.likelihood is None:
         return None
-    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
+    settings = evaluation.estimator, evaluation.samples or 32, sampler.seed, evaluation.text_column
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, *settings)
     if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
         remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
         raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)

@@ -36,8 +36,9 @@ class Interval:
         return not self.low <= value <= self.high
 
     def __format__(self, spec: str) -> str:
-        """Mean and bounds, each formatted by `spec`, as in `93.4% [91.2%, 95.1%]`."""
-        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+        """Mean and bounds, each formatted by `spec`, as in `93.4% [91.2%, 95.1%]`; the mean alone where the bounds are not known."""
+        known = math.isfinite(self.low) or math.isfinite(self.high)
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]" if known else f"{self.mean:{spec}}"
 
 
 def student_quantile(degrees: float) -> float:
