@@ -45,7 +45,7 @@ def _entropy(counts: Counter[int]) -> float:
 def distinct(texts: Sequence[str]) -> dict[str, Interval]:
     """`distinct-1` to `distinct-3`: the different n-grams of words in all texts, as a fraction of all their n-grams.
 
-    Without bounds: a resample repeats texts, and a repeated text has no n-gram that is new. It falls as texts are added: compare equal
+    Without bounds: each text counts in whether the n-grams of others are new. It falls as texts are added: compare equal
     amounts of text. 0 where no text has n words.
 
     Source: J. Li et al., "A Diversity-Promoting Objective Function for Neural Conversation Models" (2016).

@@ -65,7 +65,7 @@ class TaskResult:
 
     @property
     def groups(self) -> list[str]:
-        """One per row; rows of one group have the same solution, and intervals resample whole groups."""
+        """One per row; rows of one group have the same solution, and intervals are over whole groups."""
         return [item.group for item in self.scored]
 
     @property

@@ -24,7 +24,7 @@ class GeneratedTexts:
 
     Attributes:
         references: what the texts are compared with, if there is something.
-        groups: texts of one group are not independent: intervals resample whole groups.
+        groups: texts of one group are not independent: intervals are over whole groups.
         tokenizer: of the model that wrote the texts; token entropy counts its tokens.
         judge: a causal model, for the perplexity.
     """

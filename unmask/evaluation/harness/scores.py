@@ -1,6 +1,6 @@
 """The results of lm-eval as `TaskScores`: each metric with its interval over items and its standard error over the random masks.
 
-Shapes: C columns of a metric's values, R resamples.
+Shapes: N items, C columns of a metric's values.
 """
 
 from __future__ import annotations

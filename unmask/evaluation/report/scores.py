@@ -54,7 +54,7 @@ def tables(results: Sequence[Result]) -> Section:
     for task, entries in entries_by_task(results).items():
         blocks.append(score_table(task, entries))
         blocks += filter(None, (work_table(task, entries), difference_table(task, entries)))
-    return Section(title="Scores", blocks=blocks, intro="Brackets and bars: 95% intervals that resample groups of dependent problems.")
+    return Section(title="Scores", blocks=blocks, intro="Brackets and bars: 95% intervals over groups of dependent problems.")
 
 
 def score_table(task: str, entries: Sequence[Entry]) -> Table:

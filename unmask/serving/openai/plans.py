@@ -92,7 +92,7 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
     check_answers(context, len(prompts), body)
-    if body.max_tokens == 0 and (body.suffix or not body.echo):
+    if body.max_tokens == 0 and (body.suffix or not (isinstance(body, CompletionRequest) and body.echo)):
         raise GenerationError("0 tokens are no answer", where="max_tokens", remedy="Send 1 or more, or echo the prompt")
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
@@ -112,11 +112,10 @@ async def plan_prompts(
     regions, weights = [Region(request.start, request.length) for request in requests], None
     if isinstance(body, CompletionRequest) and body.echo:
         echoes, weights = await _echoes(context, body, encoded)
-        repeated = [echo for echo in echoes for _ in range(body.n)]
-        stops = [request.start if body.max_tokens == 0 else request.length for request in requests]
+        shown = [echo for echo in echoes for _ in range(body.n)]
         regions = [
-            Region(request.start, stop, before, prompt=prompt)
-            for request, stop, (before, prompt) in zip(requests, stops, repeated, strict=True)
+            Region(request.start, request.length if body.max_tokens != 0 else request.start, before, prompt=prompt)
+            for request, (before, prompt) in zip(requests, shown, strict=True)
         ]
     return _plan(body, requests, config, regions, sum(map(len, encoded)), weights)
 
