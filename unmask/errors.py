@@ -103,6 +103,8 @@ NAMES_ELSEWHERE = {
     "max_seq_length": "max_length",
     "lr": "learning_rate",
     "rank": "r",
+    "source": "train",
+    "sources": "train",
     "no_cuda": "use_cpu",
     "loss_type": "aggregation",
     "scale_rewards": "advantage",
@@ -120,6 +122,8 @@ NAMES_ELSEWHERE = {
     "p_mask_prompt": "prompt_mask_rate",
     "remasking": "policy",
     "grpo": "diffu-grpo",
+    "masking_strategy": "masking",
+    "enable_performance_logging": "performance_log_interval",
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }

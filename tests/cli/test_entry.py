@@ -91,14 +91,16 @@ def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() 
 
 @pytest.mark.parametrize("verb", VERB_HELP)
 def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
-    flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
+    data = tmp_path / "d.jsonl"
+    data.write_text("{}")
+    flags = ["--model", "123", "--data", str(data), "--task", "sudoku", "--output", str(tmp_path), "--resume"]
     result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
     assert result.exit_code == 0, result.output
     [(called, config, resume)] = stages
     assert (called, resume) == (verb, True)
     assert config == RunConfig(
         model={"path": "123"},
-        data={"train": "d.jsonl", "task": "sudoku"},
+        data={"train": str(data), "task": "sudoku"},
         sampler={"steps": 8},
         training={"learning_rate": 1e-4},
         output_dir=str(tmp_path),
@@ -529,7 +531,7 @@ BARE = [
         ["training.learning_rate=1e-6", "data.max_rows=3", "model.quantization=4bit"],
     ),
     (["--bf16", "--no-fp16", "--tf32", "false"], ["training.bf16=true", "training.fp16=false", "training.tf32=false"]),
-    (["--bf16", "training.beta=1", "--no_use_cpu"], ["training.bf16=true", "training.beta=1", "training.use_cpu=false"]),
+    (["--bf16", "training.seed=1", "--no_use_cpu"], ["training.bf16=true", "training.seed=1", "training.use_cpu=false"]),
     (["--temperature", "0.5", "--max-steps", "-1"], ["PLACE.temperature=0.5", "training.max_steps=-1"]),
     (["--sampler.top-k", "3", "--lora.r=2"], ["sampler.top_k=3", "lora.r=2"]),
     (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),

@@ -10,7 +10,7 @@ import pytest
 from unmask.artifacts import MetricsLog
 from unmask.commands.summary import next_commands, summarise
 from unmask.config.run import RunConfig
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 
 
 def config(folder, **data):

@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
+from tests.tokenizers import tokenizer as every_kind
 from unmask.data.characters import character_tokenizer
+from unmask.data.decoding import text_after
 from unmask.data.encoding import (
     encode_completion,
     encode_example,
@@ -25,7 +27,7 @@ from unmask.data.encoding import (
     split_implicit_prompt,
 )
 from unmask.errors import ConfigError, DataError
-from unmask.models.chat_template import TEMPLATES, read_template, turn_end
+from unmask.models.chat_template import TEMPLATES, read_template, turn_end, without_start
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -543,3 +545,23 @@ def test_is_conversational(field):
     assert is_conversational({"x": 1, field: [_turn("user", "a")]})
     assert not any(is_conversational({field: value}) for value in ("a", [], [1, 2], None, [{"content": "a"}]))
     assert not is_conversational({"text": [_turn("user", "a")]})
+
+
+SPACE_BEFORE_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""As Vicuna's: the model writes the space."""
+
+
+@pytest.mark.parametrize("template, space", [(SPACE_BEFORE_ANSWERS, " "), (PLAIN, "")])
+@pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
+def test_a_model_is_shown_its_answer_as_it_wrote_it(kind, template, space):
+    tokenizer = copy.deepcopy(every_kind(kind))
+    tokenizer.chat_template = template
+    prompt, answer = encode_pair(tokenizer, ASKED, [_turn("assistant", "the sun")])
+    written = text_after(tokenizer, prompt, answer, [tokenizer.eos_token_id])
+    assert written == f"{space}the sun"
+    conversation = [*ASKED, _turn("assistant", written), _turn("user", "a")]
+    assert encode_prompt(tokenizer, without_start(tokenizer, conversation))[: len(prompt) + len(answer) - 1] == [*prompt, *answer[:-1]]
+    assert without_start(tokenizer, [_turn("user", " a"), _turn("assistant", "\n b")]) == [_turn("user", " a"), _turn("assistant", "\n b")]

@@ -10,8 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from tests import toy
 from tests.helpers import partly_slow, shared_path
-from unmask import log_likelihood
-from unmask.data.encoding import encode_prompt
+from tests.serving.models import make_random
+from tests.tokenizers import tokenizer as every_kind
+from unmask import generate, log_likelihood
+from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
+from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.likelihood import default_estimator, log_likelihoods
 from unmask.models.load import load
@@ -258,3 +262,21 @@ def test_a_causal_pair_may_be_one_token_longer_than_the_context():
     assert log_likelihood(lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]).isfinite()
     with pytest.raises(GenerationError, match="exceed the context"):
         log_likelihood(lm, ["b"], ["a" * 33])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama", "mistral", "metaspace", "wordpiece"])
+@pytest.mark.parametrize("prompt", ["Once upon a time", "", [1], [1, 2], [1, 150, 2]])
+def test_the_likelihood_of_a_text_is_that_of_the_tokens_that_wrote_it(kind, prompt):
+    """Whether text, nothing or a special token precedes it."""
+    tokenizer = every_kind(kind)
+    lm, before = make_random(tokenizer, "causal", None), encode_prompt(tokenizer, prompt)
+    for text in ("there was a girl", " there was a girl", ", there.", ". then  was"):
+        ids = encode_completion(tokenizer, before, text)
+        written = text_after(tokenizer, before, ids)
+        assert log_likelihood(lm, [prompt], [written]) == log_likelihood(lm, [prompt], [ids])
+
+
+def test_the_likelihood_of_what_a_model_of_stories_writes():
+    lm = load(str(shared_path("models", "stories260K")))
+    made = generate(lm, ["Once upon a time", "Once upon a time,", "One day"], SamplerConfig(max_new_tokens=24))
+    assert torch.equal(log_likelihood(lm, made.prompts, made.texts), log_likelihood(lm, made.prompts, made.tokens))

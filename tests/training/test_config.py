@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
+from functools import partial
+
 import pytest
 import torch
 import yaml
+from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
-from tests.training.tiny_runs import make, settings, tiny, unmask, weights
+from tests.training.tiny_runs import PAIRS, make, ranks, settings, tiny, unmask, weights
 from unmask.commands.verbs import VERBS
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
 from unmask.preference.config import DPOConfig
 from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig
-from unmask.supervised.sft import SFTConfig
+from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training import config as stage_config
 from unmask.training import hardware_checks
 from unmask.training.model_history import chosen_settings
@@ -156,9 +165,60 @@ def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
 
 
+@pytest.mark.parametrize("name", [each.value for each in SchedulerType if each.value not in stage_config.METRIC_SCHEDULERS])
+def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those_of_the_error(name, tmp_path):
+    given = {"output_dir": str(tmp_path), "lr_scheduler_type": name}
+    try:
+        args = SFTConfig(**given)
+    except ConfigError as error:
+        assert error.where == "lr_scheduler_kwargs" and name in stage_config.SCHEDULE_NEEDS
+        args = SFTConfig(**given, lr_scheduler_kwargs=json.loads(error.remedy.removeprefix("For example ")))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    get_scheduler(name, optimizer, 1, 1000, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}))
+
+
+def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no effect without eval_strategy") as refused:
+        SFTConfig(output_dir=str(tmp_path), eval_steps=1)
+    assert refused.value.where == "eval_steps"
+    assert SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy="steps").eval_steps == 1
+
+
+@pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
+def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
+    args = cls(output_dir=str(tmp_path))
+    args.max_steps, args.seed, args.log_memory_usage, args._private = 3, 1, True, 2
+    for name in ("enable_performance_logging", "masking_strategy", "lerning_rate"):
+        with pytest.raises(ConfigError, match=rf"{cls.__name__}: {name}: no known setting"):
+            setattr(args, name, True)
+    assert copy.deepcopy(args).max_steps == pickle.loads(pickle.dumps(args)).max_steps == 3
+    if cls is GRPOConfig:
+        with pytest.raises(ConfigError, match="Did you mean 'masking'"):
+            args.masking_strategy = "optimized"
+
+
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
         GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
     words = ("GRPOConfig: loss_type, max_prompt_length, colour: no known setting", "loss_type: Did you mean 'aggregation'", "'max_length'")
     assert all(word in str(refused.value) for word in words)
     assert DPOConfig(output_dir=str(tmp_path), loss_type="ipo").loss_type == "ipo"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "args", "rows"),
+    [
+        (SFTTrainer, SFTConfig, PAIRS),
+        (ConvertTrainer, ConvertConfig, [{"text": "a"}]),
+        (partial(GRPOTrainer, reward_funcs=ranks), GRPOConfig, PAIRS),
+    ],
+)
+def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_meant(trainer, args, rows, tmp_path):
+    for name, words in {
+        "learning_rate": f"It is a setting: {args.__name__}(learning_rate=...)",
+        "callback": "Did you mean 'callbacks'?",
+        "enable_profiling": "Leave it out",
+    }.items():
+        with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
+            trainer(model=tiny("causal"), args=args(output_dir=str(tmp_path), use_cpu=True), train_dataset=rows, **{name: 1})
+        assert refused.value.where == name and words in str(refused.value)

@@ -19,12 +19,13 @@ def compare(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the picture if it exists.")] = False,
 ) -> None:
     """Compare results on the items that they share: paired differences with 95% intervals, and p-values corrected for their number."""
+    if picture:
+        refuse_existing(picture, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files)
     from unmask.commands.compare import difference_rows, read_named, setting_rows, shared_lines
     from unmask.evaluation.comparison import compare as compare_results
     from unmask.evaluation.forest_plot import check_picture, write_forest_plot
 
     if picture:
-        refuse_existing(picture, "Choose another, or replace it with --overwrite", overwrite=overwrite)
         check_picture(picture)
     results = read_named(files)
     first = results[0].name if results else ""

@@ -9,13 +9,17 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.threads import choose_threads
 from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import for_stdout, show_table
+from unmask.data.sources import check_source
 from unmask.errors import ConfigError
+from unmask.models.model_paths import check_model
 from unmask.redaction import shell_line
+from unmask.tasks import get_task
 
 if TYPE_CHECKING:
     from unmask.commands.processes import Processes
@@ -67,8 +71,16 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
+    sources = list(filter(None, (*evaluation.sources.values(), evaluation.likelihood)))
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
+    for path in filter(None, (model.path, evaluation.against)):
+        check_model(path)
+    for task in evaluation.tasks:
+        get_task(task)
+    for source in sources:
+        check_source(source)
+    choose_threads(model.path)
     from unmask.commands.evaluate import evaluate as run_evaluation
     from unmask.commands.evaluate import refuse_unread
     from unmask.commands.processes import Processes

@@ -15,6 +15,7 @@ import typer
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
+from unmask.models.model_paths import check_model
 from unmask.variables import ADMIN_KEY, API_KEY
 
 
@@ -53,6 +54,10 @@ def serve(
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
+    name = name or name_of(model.path)
+    adapted, others = names_and_paths(name, adapters or (), more_models or ())
+    for path in (model.path, *others.values()):
+        check_model(path)
     from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
@@ -61,8 +66,6 @@ def serve(
     from unmask.serving.served_models import ServedModels
     from unmask.serving.server import open_port
 
-    name = name or name_of(model.path)
-    adapted, others = names_and_paths(name, adapters or (), more_models or ())
     placed, queue_size = place_workers(workers, devices, model, queue_size)
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),

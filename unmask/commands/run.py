@@ -31,7 +31,7 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.models.model_files import TRAINED_MODEL
+from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
@@ -40,7 +40,7 @@ from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_err
 from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 from unmask.training.sharding import weight_sharding_setting
 
 DATA_REPORT = "data_report.json"

@@ -14,10 +14,10 @@ from unmask.console import format_duration, format_number
 from unmask.data.encoding import is_conversational
 from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.result_file import read_result
-from unmask.models.model_files import TRAINED_MODEL
+from unmask.models.model_paths import TRAINED_MODEL
 from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
-from unmask.training.run_log import LOG_NAME, last_loss, numbers
+from unmask.training.run_files import LOG_NAME, last_loss, numbers
 
 EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""

@@ -37,14 +37,15 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import checkpoints, last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
+from unmask.training.checkpoints import last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
-from unmask.training.hardware_checks import is_split
+from unmask.training.hardware_checks import is_split, refuse_unknown_arguments
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.resume.record import RunRecord, expect_visited, read_record
+from unmask.training.run_files import checkpoints
 from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
@@ -205,6 +206,7 @@ class ConvertTrainer:
         peft_config: peft.PeftConfig | None = None,
         **rest: Any,
     ):
+        refuse_unknown_arguments(args, rest)
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")

@@ -24,7 +24,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from unmask.data.special_tokens import END, START, as_text, encode
+from unmask.data.decoding import has_text
+from unmask.data.special_tokens import END, START, as_text, encode, without_marks
 from unmask.errors import DataError
 from unmask.models.chat_template import render_template
 
@@ -71,9 +72,10 @@ def encode_messages(
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
-    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text; `keep` as in
-    `encode_prompt`."""
-    return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=bool(prompt))
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text, if the prompt
+    has text: `text_after` gives the text back. `keep` as in `encode_prompt`."""
+    continues = has_text(tokenizer, prompt) if is_ids(prompt) else bool(prompt)
+    return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=continues)
 
 
 def _encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, keep: Collection[str | None], *, continues: bool = False) -> list[int]:
@@ -98,13 +100,23 @@ def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 
 def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer adds a space before a text, as SentencePiece does."""
-    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + encode(tokenizer, "a")
+    letter = encode(tokenizer, "a")
+    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text without the space that the tokenizer adds: encoded after a line break, whose ids are dropped."""
-    newline, after_newline = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
-    return after_newline[len(newline) :] if after_newline[: len(newline)] == newline else encode(tokenizer, text)
+    """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are dropped.
+    That is the first one after which the text comes back when it is decoded, if there is any. After some it does not:
+    a normalizer may drop line breaks, or a token be of both texts."""
+    letter, expected = encode(tokenizer, "a"), "a" + without_marks(text)
+    found = []
+    for start in ("\n", ".", "a"):
+        before, ids = encode(tokenizer, start), encode(tokenizer, start + text)
+        if ids[: len(before)] == before:
+            found.append(ids[len(before) :])
+            if tokenizer.decode([*letter, *found[-1]], skip_special_tokens=True) == expected:
+                return found[-1]
+    return found[0] if found else encode(tokenizer, text)
 
 
 def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
@@ -116,7 +128,8 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     """
     if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
+        ids = encode_prompt(tokenizer, prompt)
+        return ids, _finish(tokenizer, [*encode_completion(tokenizer, ids, text), *end], ends)
     if not (is_messages(prompt) and is_messages(completion)):
         what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from unmask.config.run import DataSource
 from unmask.errors import DataError
+from unmask.models.model_paths import near_path
 from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
@@ -50,22 +51,31 @@ def load_rows(
         DataError: the source is missing, empty, malformed or wrongly encoded.
     """
     source = str(path_or_id)
+    check_source(source)
     path, kind = Path(source), kind_of(source)
     if path.is_dir():
         dataset = _from_directory(source, split, streaming)
-    elif kind in SUFFIXES and not path.exists():
-        raise _missing(source)
     elif kind == ".parquet":
         dataset = _from_parquet(source, streaming)
-    elif kind in SUFFIXES or path.exists():
+    elif path.exists():
         dataset = _from_file(source, kind, text_column, streaming)
-    elif match := HUB_ID.fullmatch(source):
-        dataset = _load_dataset(match["name"], match["config"], split, streaming)
     else:
-        raise _missing(source)
+        match = HUB_ID.fullmatch(source)
+        assert match is not None
+        dataset = _load_dataset(match["name"], match["config"], split, streaming)
     if not streaming and not len(dataset):
         raise _empty(source)
     return dataset if max_rows is None else dataset.take(max_rows)
+
+
+def check_source(path_or_id: str | os.PathLike[str]) -> None:
+    """Raise DataError for a path that leads nowhere, or to a kind of file that is not read. A name on the hub is not looked up."""
+    source = str(path_or_id)
+    path, kind = Path(source), kind_of(source)
+    if not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
+        raise DataError("no such file", where=source, remedy=near_path(path))
+    if path.exists() and not path.is_dir() and kind not in SUFFIXES:
+        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
 
 
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
@@ -179,8 +189,6 @@ def _from_file(source: str, kind: str, text_column: str, streaming: bool) -> Dat
     import datasets
     import pyarrow
 
-    if kind not in SUFFIXES:
-        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
     arguments = {"source": source, "kind": kind, "text_column": text_column}
     if streaming:
         return datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=arguments)
@@ -196,8 +204,6 @@ def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
-    if not Path(source).is_file():
-        raise _missing(source)
     try:
         if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
             raise _empty(source)
@@ -257,10 +263,6 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
         tried = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a local file nor a dataset that"
         what = f"{tried} `datasets` could read: {error.__cause__ or error}"
         raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
-
-
-def _missing(source: str) -> DataError:
-    return DataError("no such file", where=source, remedy="Check the path.")
 
 
 def _empty(source: str) -> DataError:

@@ -46,6 +46,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         raise DataError(what, where="text", remedy=remedy, reason="special token in the text") from error
 
 
+def without_marks(text: str) -> str:
+    """A text as it was before `as_text` marked it."""
+    return text.replace(START, "").replace(END, "")
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """The ids of users' texts, without BOS and EOS."""
     marked = as_text(tokenizer, list(texts))

@@ -14,7 +14,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.encoding import Prompt, encode_completion, encode_prompt
-from unmask.data.special_tokens import encode_texts
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.likelihood import log_likelihood
 from unmask.evaluation.statistics import Interval, group_interval, ratio
@@ -33,7 +32,7 @@ def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], grou
     Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
     (2024), which shows why generative perplexity needs it.
     """
-    values_N2 = np.array([(_entropy(Counter(ids)), 1.0) for ids in encode_texts(tokenizer, texts)])
+    values_N2 = np.array([(_entropy(Counter(encode_completion(tokenizer, "a", text))), 1.0) for text in texts])
     return group_interval(values_N2, ratio, groups)
 
 
@@ -118,7 +117,8 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: 
 
 def _judged(judge: DiffusionLM, prompt: Prompt, text: str) -> tuple[list[int], list[int]]:
     """The ids that are given, and those that are predicted."""
-    given, ids = encode_prompt(judge.tokenizer, prompt), encode_completion(judge.tokenizer, prompt, text)
+    given = encode_prompt(judge.tokenizer, prompt)
+    ids = encode_completion(judge.tokenizer, given, text)
     if not given:
         given, ids = ids[:1], ids[1:]
     room = len(ids) if judge.context_length is None else max(judge.context_length - len(given), 0)

@@ -135,7 +135,7 @@ def log_likelihoods(
     pairs = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         prompt_ids = encode_prompt(lm.tokenizer, prompt)
-        ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
+        ids = encode_completion(lm.tokenizer, prompt_ids, completion) if isinstance(completion, str) else list(completion)
         check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
         _check_length(lm, index, len(prompt_ids), len(ids))
         pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from unmask.config.run import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase, tracked
+from unmask.data.decoding import text_after, token_texts
 from unmask.data.encoding import Prompt, is_ids
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
@@ -233,7 +234,7 @@ class _Problem(NamedTuple):
 
 def _without_ids(lm: DiffusionLM, prompt: Prompt) -> Prompt:
     """A prompt for another tokenizer: text in place of the token ids of a protocol."""
-    return lm.tokenizer.decode(prompt, skip_special_tokens=True) if is_ids(prompt) else prompt
+    return text_after(lm.tokenizer, [], prompt) if is_ids(prompt) else prompt
 
 
 def _items(
@@ -344,7 +345,9 @@ def _item(
         scores |= {f"pass@{k}": pass_at_k(len(verdicts), right, k) for k in pass_at}
     prompt, tokens, steps = problem.row["prompt"], made.tokens[own], made.steps[own]
     reason = next((verdict.detail for verdict in verdicts if verdict.value is None), "")
-    traces = [Trace(tokens=[lm.tokenizer.decode([t]) for t in ids], steps=at) for ids, at in zip(tokens, steps, strict=True)]
+    traces = []
+    for ids, at in zip(tokens, steps, strict=True) if traced else []:
+        traces.append(Trace(tokens=token_texts(lm.tokenizer, problem.prompt, ids, named=True), steps=at))
     return Item(
         id=problem.id,
         group=problem.row["group"],
@@ -355,6 +358,6 @@ def _item(
         tokens=sum(map(len, tokens)),
         steps=sum((made.denoising_steps or [])[own]),
         passes=sum(made.forward_passes[own]),
-        traces=traces if traced else [],
+        traces=traces,
         details={"reason": reason} if reason else {},
     )

@@ -61,6 +61,34 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
         raise DataError(what, remedy="Fix the messages.", reason="refused by the chat template") from error
 
 
+def without_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages, the answers among them without the white space that the template writes before an answer. A model
+    that writes it, too, as the beginning of an answer, is shown its answer as it was."""
+    start = _answer_start(tokenizer) if any(map(_begins_with_space, messages)) else ""
+    return [
+        {**message, "content": message["content"].removeprefix(start)} if _begins_with_space(message) else dict(message)
+        for message in messages
+    ]
+
+
+def _begins_with_space(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that begins with white space."""
+    content = message.get("content")
+    return message["role"] == "assistant" and isinstance(content, str) and content[:1].isspace()
+
+
+def _answer_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The white space that the chat template writes between the opened turn of the assistant and its answer."""
+    question = {"role": "user", "content": "a"}
+    try:
+        opened = render_template(tokenizer, [question], add_generation_prompt=True)
+        answered = render_template(tokenizer, [question, {"role": "assistant", "content": ANSWER}])
+    except DataError:
+        return ""
+    start = answered.removeprefix(opened).partition(ANSWER)[0]
+    return start if answered.startswith(opened) and start.isspace() else ""
+
+
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The token that the chat template writes after an assistant's answer: `<|im_end|>` in ChatML, `<|eot_id|>` in Llama 3.
 

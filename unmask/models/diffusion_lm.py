@@ -20,7 +20,16 @@ from transformers.cache_utils import Cache
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, stacked_rows, unpadded_mask
+from unmask.models.attention import (
+    AttentionMask,
+    Layout,
+    check_pattern,
+    clear_mask_cache,
+    hidden_fraction,
+    make_mask,
+    stacked_rows,
+    unpadded_mask,
+)
 from unmask.models.chat_template import TEMPLATES, turn_end
 from unmask.models.compiled import compile_model
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
@@ -381,6 +390,10 @@ class DiffusionLM:
         share(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path)
+
+    def clear_mask_cache(self) -> None:
+        """Empty the cache of attention masks, which all models share (`unmask.clear_mask_cache`)."""
+        clear_mask_cache()
 
     def layout_and_mask(self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""

@@ -28,7 +28,8 @@ from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
-from unmask.models.model_files import model_folder, read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_paths import check_model, model_folder
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -89,6 +90,7 @@ def load(
             device, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
+    check_model(path_or_id)
     where = model_folder(path_or_id)
     hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, hub_options)

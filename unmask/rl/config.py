@@ -39,6 +39,8 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
+    rollout_config = RolloutConfig()  # what `rollout` says
+
     max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")

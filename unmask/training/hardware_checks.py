@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +16,7 @@ from accelerate.utils import DynamoBackend
 from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
-from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.errors import NAMES_ELSEWHERE, ConfigError, TrainingError, did_you_mean, first_line
 from unmask.models.adapters import quantised
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding
@@ -95,6 +97,18 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
             what = "is never called, because the logits of a row depend on which tokens are hidden"
             raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
+
+
+def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
+    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the setting that is meant."""
+    known = inspect.signature(transformers.Trainer.__init__).parameters
+    settings = {each.name for each in dataclasses.fields(args)}
+    for name in given:
+        if name not in known:
+            near = name if name in settings else NAMES_ELSEWHERE.get(name)
+            of_args = f"It is a setting: {type(args).__name__}({near}=...), the trainer's args"
+            remedy = of_args if near in settings else did_you_mean(name, known, "Leave it out")
+            raise ConfigError("is no argument of the trainer", where=name, remedy=remedy)
 
 
 def check_hardware_settings(args: Any, model: TrainedModel) -> None:

@@ -32,7 +32,7 @@ from unmask.training.distributed import alone_in, ending_workers, lockstep, rows
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
-from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
+from unmask.training.hardware_checks import compile_in_place, refuse_unknown_arguments, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
@@ -86,6 +86,7 @@ class DiffusionTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **trainer_arguments: Any,
     ):
+        refuse_unknown_arguments(args, trainer_arguments)
         lm = as_diffusion_lm(model, processing_class)
         args.choose_precision(in_float32=lm.weight_dtype == torch.float32)
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")

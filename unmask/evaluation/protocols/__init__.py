@@ -84,7 +84,7 @@ class Protocol(Config):
         """As `prompt`, for a text or messages: token ids."""
         ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
         with_bos = self.add_bos and bos != [None] and ids[:1] != bos
-        return bos * with_bos + ids + (encode_completion(lm.tokenizer, prompt, self.prefill) if self.prefill else [])
+        return bos * with_bos + ids + (encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else [])
 
     def record(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, Any]:
         """The protocol for a result file, with what the user's settings replace."""

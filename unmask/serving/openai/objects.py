@@ -85,7 +85,7 @@ class Logprob(TypedDict):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]  # of a special token none
 
 
 class TokenLogprob(Logprob):

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import chain, groupby
 
 from unmask.config.sampler import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import GenerationError
 from unmask.generation.constraints.bounded_process import bounded
@@ -127,7 +128,7 @@ async def _echoes(
     lm, logprobs = context.lm, body.logprobs
 
     def decoded() -> list[str]:
-        return [text if isinstance(text, str) else str(lm.tokenizer.decode(text)) for text in _prompts(body.prompt)]
+        return [text if isinstance(text, str) else text_after(lm.tokenizer, [], text) for text in _prompts(body.prompt)]
 
     def found(between_steps: BetweenSteps) -> list[PromptLogProbs]:
         return [prompt_log_probs(lm, ids, logprobs or 0, between_steps) for ids in encoded]

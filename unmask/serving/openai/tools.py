@@ -16,6 +16,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config.constraint import ConstraintConfig
+from unmask.data.decoding import text_after
 from unmask.data.special_tokens import encode
 from unmask.errors import DataError, GenerationError
 from unmask.generation.constraints.compiled import escape, regex_of
@@ -74,7 +75,7 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return HERMES
     if not whole.startswith(start):
         return HERMES
-    text = str(tokenizer.decode(encode(tokenizer, whole[len(start) :]), skip_special_tokens=True))
+    text = text_after(tokenizer, [], encode(tokenizer, whole[len(start) :]))
     for at in (at for at, character in enumerate(text) if character == "{"):
         read = _read_object(text, at)
         if not isinstance(read, str) and read[0].get("name") == ANSWER:

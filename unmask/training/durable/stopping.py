@@ -15,8 +15,8 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from unmask.errors import RunStopped
-from unmask.training.checkpoints import checkpoints
 from unmask.training.durable.lost_process import another_has_ended, go_on, lost_process
+from unmask.training.run_files import checkpoints
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
