@@ -230,15 +230,29 @@ def test_exact_values_have_no_error():
     assert found.standard_errors.tolist() == found.half_widths().tolist() == [0] * 6
 
 
+def test_few_samples_give_no_interval_except_of_what_is_known():
+    """Of at most two tokens three views are all that there are."""
+    lm = toy.toy()
+    for samples in (1, 4, 9, 16):
+        assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=samples).half_widths().isinf().all()
+    for completion in ([4], [5, 4]):
+        found = log_likelihoods(lm, ["ab"], [completion], "elbo", samples=3)
+        row_T, start = torch.tensor([*encode_prompt(lm.tokenizer, "ab"), *completion]), len(encode_prompt(lm.tokenizer, "ab"))
+        truth = toy.lower_bound(toy.conditionals(lm, row_T, list(range(start, len(row_T)))))
+        assert float(found.values[0]) == pytest.approx(float(truth), abs=1e-6) and found.half_widths().tolist() == [0.0]
+    assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=17).half_widths().isfinite().all()
+
+
 @pytest.mark.slow
-def test_the_interval_holds_the_bound_as_often_as_it_says():
+@pytest.mark.parametrize("samples", [17, 33, 128])
+def test_the_interval_holds_the_bound_as_often_as_it_says(samples):
     """2,000 requests, whose bounds are the sums over all masks."""
     lm, inside = toy.toy(), 0
     for number in range(100):
         row = toy.random_row(toy.PROMPT + 4 + number % 4, seed=number).tolist()
         truth = toy.lower_bound(toy.conditionals(lm, torch.tensor(row), list(range(toy.PROMPT, len(row)))))
         prompts, completions = [row[: toy.PROMPT]] * 20, [row[toy.PROMPT :]] * 20
-        found = log_likelihoods(lm, prompts, completions, "elbo", samples=128, keys=range(20 * number, 20 * number + 20))
+        found = log_likelihoods(lm, prompts, completions, "elbo", samples=samples, keys=range(20 * number, 20 * number + 20))
         inside += int(((found.values - truth).abs() <= found.half_widths()).sum())
     assert 0.93 <= inside / 2000 <= 0.97
 

@@ -30,12 +30,13 @@ def compare(
     results = read_named(files)
     first = results[0].name if results else ""
     comparison = compare_results(results)
-    after = [results[1].name] if len(results) == 2 else ["result", "then"]
-    head = ["", first, *after, "difference", "p (Holm)", ""]
-    show_table(difference_rows(comparison, several=len(results) > 2), title=f"differences from {first}", head=head)
+    several = len(results) > 2
+    others = ["other result", "its value"] if several else [results[1].name]
+    head = ["", first, *others, "difference", "p (Holm)", ""]
+    show_table(difference_rows(comparison, several=several), title=f"differences from {first}", head=head)
     for line in shared_lines(comparison, first):
         typer.echo(line)
-    if settings := setting_rows(comparison):
-        show_table(settings, title="settings that differ", head=["task", "setting", first, "result", "there"])
+    if settings := setting_rows(comparison, several=several):
+        show_table(settings, title="settings that differ", head=["task", "setting", first, *others])
     if picture:
         write_forest_plot(comparison, first, picture)

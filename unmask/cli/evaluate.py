@@ -23,7 +23,7 @@ from unmask.tasks import get_task
 
 if TYPE_CHECKING:
     from unmask.commands.processes import Processes
-    from unmask.evaluation.result_file import Metric, TaskScores
+    from unmask.evaluation.result_file import TaskScores
 
 
 class EvaluateCommand(TyperCommand):
@@ -141,7 +141,7 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
     from unmask.evaluation.comparison import labels
     from unmask.evaluation.curve import AUP, SPEEDS
 
-    areas = {scores.protocol["task"]: area_text(scores.metrics[AUP]) for scores in tasks if AUP in scores.metrics}
+    areas = {scores.protocol["task"]: f"{scores.metrics[AUP].mean:,.1f}" for scores in tasks if AUP in scores.metrics}
     for task in dict.fromkeys(scores.task for scores in tasks if AUP not in scores.metrics):
         points = [scores for scores in tasks if scores.task == task]
         rows = [
@@ -154,8 +154,3 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
             for name, point in zip(labels(points), points, strict=True)
         ]
         show_table(rows, title=f"{title}: {task}, AUP {areas.get(task, 'unknown')}", head=["", "solved", *SPEEDS, "answers"])
-
-
-def area_text(area: Metric) -> str:
-    """The area under a curve with its bounds, where they are known."""
-    return f"{area.mean:,.1f}" + ("" if area.low is None or area.high is None else f" [{area.low:,.1f}, {area.high:,.1f}]")

@@ -219,7 +219,8 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
     """The documents whose likelihood is measured, if there are any."""
     if evaluation.likelihood is None:
         return None
-    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
+    settings = evaluation.estimator, evaluation.samples or 32, sampler.seed, evaluation.text_column
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, *settings)
     if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
         remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
         raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)
@@ -294,6 +295,7 @@ def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, samp
 def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
     evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    options["until"] = part.protocol.until if part.protocol else ()
     result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(part.source or "generated")

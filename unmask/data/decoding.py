@@ -64,9 +64,9 @@ def token_texts(
         named: give special tokens, which have no text, by their names.
     """
     growing = GrowingText(tokenizer, before)
-    grown = [growing.read(ids[:number]) for number in range(1, len(ids) + 1)]
-    ends = accumulate((_common(text, grown[-1]) for text in grown), max)
-    texts = [grown[-1][start:end] for start, end in pairwise([0, *ends])]
+    whole = GrowingText(tokenizer, before).read(ids)
+    ends = accumulate((_common(growing.read(ids[:number]), whole) for number in range(1, len(ids) + 1)), max)
+    texts = [whole[start:end] for start, end in pairwise([0, *ends])]
     if named:
         texts = [text or _special_name(tokenizer, token) for text, token in zip(texts, ids, strict=True)]
     return texts

@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from unmask.data.formats import read_prompt
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
+from unmask.evaluation.protocols import cut
 from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
 from unmask.evaluation.text_metrics import LOWER_IS_BETTER, GeneratedTexts, TextScores, check_text_metrics, text_metrics
@@ -66,7 +67,7 @@ class TaskResult:
 
     @property
     def groups(self) -> list[str]:
-        """One per row; rows of one group have the same solution, and intervals resample whole groups."""
+        """One per row; rows of one group have the same solution, and intervals are over whole groups."""
         return [item.group for item in self.scored]
 
     @property
@@ -174,6 +175,7 @@ def evaluate_task(
     *,
     attempts: int = 1,
     pass_at: Sequence[int] = (),
+    until: Sequence[str] = (),
     log: ItemLog | None = None,
     part: str | None = None,
     judge: DiffusionLM | None = None,
@@ -189,6 +191,7 @@ def evaluate_task(
         judge: a causal model, for the metric "perplexity".
         attempts: completions per row; "solved" and "value" are means over them.
         pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
+        until: strings before which completions are cut.
         log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
         part: the name under which the log keeps them; None: that of the task.
         progress: a phase of a progress display to update.
@@ -200,7 +203,7 @@ def evaluate_task(
     sampler = sampler_for(task, rows, sampler)
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name, progress)
+    items = _items(lm, task, rows, sampler, attempts, pass_at, until, log, part or task.name, progress)
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
@@ -247,6 +250,7 @@ def _items(
     sampler: SamplerConfig,
     attempts: int,
     pass_at: Sequence[int],
+    until: Sequence[str],
     log: ItemLog | None,
     part: str,
     progress: Phase | None,
@@ -258,7 +262,8 @@ def _items(
     at_once = sampler.batch_size * (1 if log is None else log.processes)
     for start in tracked(range(0, len(asked), at_once), math.ceil(len(asked) / at_once), progress):
         numbers = range(start, min(start + at_once, len(asked)))
-        items = _answer(lm, task, [asked[n] for n in (numbers if log is None else log.share(numbers))], sampler, attempts, pass_at)
+        own = [asked[n] for n in (numbers if log is None else log.share(numbers))]
+        items = _answer(lm, task, own, sampler, attempts, pass_at, until)
         found |= {item.id: item for item in items}
         if log is not None:
             log.add(part, items)
@@ -306,12 +311,19 @@ def _trained_on(lm: DiffusionLM, task: Task) -> bool:
 
 
 def _answer(
-    lm: DiffusionLM, task: Task, problems: Sequence[_Problem], sampler: SamplerConfig, attempts: int, pass_at: Sequence[int]
+    lm: DiffusionLM,
+    task: Task,
+    problems: Sequence[_Problem],
+    sampler: SamplerConfig,
+    attempts: int,
+    pass_at: Sequence[int],
+    until: Sequence[str],
 ) -> list[Item]:
     """The items of these problems."""
     prompts = [problem.prompt for problem in problems for _ in range(attempts)]
     keys = [sequence_key(problem.prompt, problem.number * attempts + n) for problem in problems for n in range(attempts)]
     made = generate(lm, prompts, sampler.model_copy(update=UNCOMPARED), keys)
+    made = replace(made, texts=[cut(text, until) for text in made.texts])
     verdicts = _verify(task, made.texts, [problem.row for problem in problems for _ in range(attempts)])
     items = []
     for n, problem in enumerate(problems):

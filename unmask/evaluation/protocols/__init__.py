@@ -6,7 +6,7 @@ Where an author's code and text differ, the code is the default, the text a vari
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ class Protocol(Config):
     prefill: str = ""
     """The text that begins the answer, given with the prompt."""
     ignore_until: bool = False
-    """Whether the task's stop strings are ignored."""
+    """Whether the stop strings of lm-eval's task are ignored."""
+    until: list[str] = Field(default_factory=list)
+    """Those strings, for a task of Unmask that is not lm-eval's: its answers are cut before them."""
     likelihood_samples: int | None = Field(default=None, ge=1)
     """Masks per likelihood (`mc_num`); None: answers are generated."""
     guidance: float = Field(default=0.0, ge=0)
@@ -107,6 +109,11 @@ class Protocol(Config):
         if self.confidence_eos_eot_inf:
             settings["reveal_last"] = list(lm.eos_token_ids)
         return settings
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: min((place for stop in until if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def protocol_names() -> list[str]:

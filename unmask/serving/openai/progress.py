@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from unmask.data.decoding import GrowingText, text_after, without_end
 from unmask.generation.frames import Frame
 from unmask.generation.output import Trace, end_of, make_generation
+from unmask.generation.prompt_log_probs import PromptLogProbs
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.openai.committed import CommittedText, tokens_until
 from unmask.serving.service import Event, Work
@@ -21,12 +22,14 @@ class Region:
         start, stop: its positions.
         before: text that the answer begins with.
         fills: whether the length was given by the text around it, so that the answer is whole.
+        prompt: the log-probabilities of the prompt, which the answer has too; None: it has not.
     """
 
     start: int
     stop: int
     before: str = ""
     fills: bool = False
+    prompt: PromptLogProbs | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -30,6 +30,10 @@ class TextWriter:
         self.progress, self.logprobs = progress, logprobs
         self.tokenizer = progress.lm.tokenizer
         self._name = functools.cache(functools.partial(token_name, self.tokenizer))
+        prompt, self._of_prompt = progress.region.prompt, None
+        if prompt is not None:
+            top = prompt.top if progress.work.config.top_log_probs else []
+            self._of_prompt = self._listed([], prompt.tokens, prompt.log_probs, top, 0)
 
     @property
     def outcome(self) -> Outcome:
@@ -66,22 +70,34 @@ class TextWriter:
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
-        tokens = self.outcome.tokens
-        firsts = self._firsts()
-        lengths = map(len, token_texts(self.tokenizer, self.progress.before, tokens))
-        *offsets, _ = itertools.accumulate(lengths, initial=len(self.progress.region.before))
-        top = [self._by_name(*each) for each in zip(tokens, self.outcome.top, firsts, strict=False)] or None
+        outcome, region = self.outcome, self.progress.region
+        own = self._listed(self.progress.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before))
+        both = own if self._of_prompt is None else {name: self._of_prompt[name] + each for name, each in own.items()}
+        return {**both, "top_logprobs": both["top_logprobs"] or None}
+
+    def _listed(
+        self,
+        before: list[int],
+        tokens: list[int],
+        log_probs: Sequence[float | None],
+        top: Sequence[list[tuple[int, float]] | None],
+        offset: int,
+    ) -> dict[str, list[Any]]:
+        """The lists of `logprobs`, of tokens after others."""
+        firsts = self._firsts(before, tokens)
+        *offsets, _ = itertools.accumulate(map(len, token_texts(self.tokenizer, before, tokens)), initial=offset)
+        most = zip(tokens, top, firsts, strict=False)
         return {
             "tokens": [self._name(token, first=first) for token, first in zip(tokens, firsts, strict=True)],
-            "token_logprobs": [_finite(value) for value in self.outcome.log_probs],
-            "top_logprobs": top,
+            "token_logprobs": [value if value is None else _finite(value) for value in log_probs],
+            "top_logprobs": [each and self._by_name(token, each, first) for token, each, first in most],
             "text_offset": offsets,
         }
 
-    def _firsts(self) -> list[bool]:
+    def _firsts(self, before: list[int], tokens: list[int]) -> list[bool]:
         """Of each token whether no text precedes it."""
-        number = num_at_start(self.tokenizer, self.progress.before, self.outcome.tokens)
-        return [at < number for at in range(len(self.outcome.tokens))]
+        number = num_at_start(self.tokenizer, before, tokens)
+        return [at < number for at in range(len(tokens))]
 
     def _by_name(self, chosen: int, top: list[tuple[int, float]], first: bool) -> dict[str, float]:
         """Log-probabilities of the likeliest tokens at a position. Of two with the same text, the other than the
@@ -174,7 +190,8 @@ class ChatWriter(TextWriter):
         if not self.logprobs:
             return None
         outcome = self.outcome
-        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), self._firsts(), strict=True)
+        firsts = self._firsts(self.progress.before, outcome.tokens)
+        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), firsts, strict=True)
         content = [
             self._token(token, value, first) | {"top_logprobs": [self._token(*each, first) for each in top]}
             for token, value, top, first in tokens
