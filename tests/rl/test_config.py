@@ -233,19 +233,19 @@ def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(nam
 
 
 def test_a_given_default_is_refused_from_every_source(tmp_path):
-    (tmp_path / "own.yaml").write_text("training: {method: step-merge, prompt_mask_rate: 0.15}\n")
+    (tmp_path / "own.yaml").write_text("training: {method: cj-grpo, prompt_mask_rate: 0.15}\n")
     (tmp_path / "half.yaml").write_text("training: {prompt_mask_rate: 0.15}\n")
     given = ["model.path=m", "output_dir=out"]
     for sources in (
-        {"overrides": [*given, "training.method=step-merge", "training.prompt_mask_rate=0.15"]},
+        {"overrides": [*given, "training.method=cj-grpo", "training.prompt_mask_rate=0.15"]},
         {"overrides": given, "config_files": [tmp_path / "own.yaml"]},
-        {"overrides": [*given, "training.method=step-merge"], "config_files": [tmp_path / "half.yaml"]},
+        {"overrides": [*given, "training.method=cj-grpo"], "config_files": [tmp_path / "half.yaml"]},
     ):
         run = resolve(read_layers(**sources))
-        with pytest.raises(ConfigError, match="prompt_mask_rate: step-merge does not read it"):
+        with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
             training_arguments("grpo", run)
-    with pytest.raises(ConfigError, match="prompt_mask_rate: step-merge does not read it"):
-        GRPOConfig(method="step-merge", prompt_mask_rate=0.15)
+    with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
+        GRPOConfig(method="cj-grpo", prompt_mask_rate=0.15)
     args = GRPOConfig(prompt_mask_rate=0.15)
     with pytest.raises(ConfigError, match="does not read it for a causal model"):
         args.refuse_unread(None, exact=True)
