@@ -222,8 +222,48 @@ def test_tokens_of_text_are_no_secrets() -> None:
     assert masked(values) == values and find_mask(values) is None
 
 
-PIECES = [":", "/", "@", ";", "a", "me", ":80", "?", "#", "&", "=", "token=", "pwd=", "password", "http://", "https:/", "s3://", "eyJ", "-eyJhbGci", "-", "_"]
-PIECES += [".", " ", "\n", "hf_", "sk-", "b" * 20, "12/", "bearer ", "AKIA", "authorization: basic ", "'", ",", "[", "{", "é", "://a:", "discord.com/api/webhooks/"]
+PIECES = [
+    ":",
+    "/",
+    "@",
+    ";",
+    "a",
+    "me",
+    ":80",
+    "?",
+    "#",
+    "&",
+    "=",
+    "token=",
+    "pwd=",
+    "password",
+    "http://",
+    "https:/",
+    "s3://",
+    "eyJ",
+    "-eyJhbGci",
+    "-",
+    "_",
+]
+PIECES += [
+    ".",
+    " ",
+    "\n",
+    "hf_",
+    "sk-",
+    "b" * 20,
+    "12/",
+    "bearer ",
+    "AKIA",
+    "authorization: basic ",
+    "'",
+    ",",
+    "[",
+    "{",
+    "é",
+    "://a:",
+    "discord.com/api/webhooks/",
+]
 LONG = [*PIECES, ";a:", *(one + other for number, one in enumerate(PIECES) for other in PIECES[number % 7 :: 7])]
 
 

@@ -47,7 +47,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a UTF-8 file, which may be in a folder that others may write to, or a pipe that the shell passes (`/dev/stdin`, `<(...)`).
+    """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes (`/dev/stdin`, `<(...)`).
 
     Raises:
         OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE` bytes, or cannot be read.

@@ -624,9 +624,22 @@ def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        *("migrate {}", "migrate {}.yaml", "migrate {}.json", "migrate {}.sh", "sft --config {}", "sft --model m --data {}.jsonl --output o"),
+        *(
+            "migrate {}",
+            "migrate {}.yaml",
+            "migrate {}.json",
+            "migrate {}.sh",
+            "sft --config {}",
+            "sft --model m --data {}.jsonl --output o",
+        ),
         *("generate m --prompt a --constraint-json-schema {}", "generate m --prompt a --constraint-grammar {}", "serve m --api-keys {}"),
-        *("sft --model m --data {}.parquet --output o", "report {}", "runs {}", "evaluate m --likelihood {}.txt", "evaluate m --task {}.py:T"),
+        *(
+            "sft --model m --data {}.parquet --output o",
+            "report {}",
+            "runs {}",
+            "evaluate m --likelihood {}.txt",
+            "evaluate m --task {}.py:T",
+        ),
     ],
 )
 def test_a_fifo_in_the_place_of_a_file_is_an_error(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

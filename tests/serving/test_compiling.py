@@ -125,7 +125,9 @@ def test_bounds_are_of_all_that_is_built_within_and_of_nothing_else() -> None:
     assert run_bounded("\nresult = given + 1\n", 1, "regex", remedy="") == 2
 
 
-@pytest.mark.parametrize("pattern", ["(" * 500, "[" * 60_000, "(?:" * 300 + ")" * 300, "a" + "*" * 3000, "\\" * 9999, "(?i)[\\x00-\uffff]" * 2000 + "("])
+@pytest.mark.parametrize(
+    "pattern", ["(" * 500, "[" * 60_000, "(?:" * 300 + ")" * 300, "a" + "*" * 3000, "\\" * 9999, "(?i)[\\x00-\uffff]" * 2000 + "("]
+)
 def test_a_pattern_that_no_parser_likes_is_refused_in_its_time(pattern: str) -> None:
     """Also by Python's parser, which is asked what is wrong: in the process with bounds, too."""
     begin = time.process_time()

@@ -84,7 +84,27 @@ def test_numbers_are_within_their_limits():
                 assert not fits(json.loads(text), schema), (schema, text)
 
 
-PLACES = ("", ".0", ".00", ".1", ".124", ".125", ".1250", ".1251", ".2", ".24999", ".25", ".5", ".50", ".51", ".75", ".9", ".99", ".990", ".999")
+PLACES = (
+    "",
+    ".0",
+    ".00",
+    ".1",
+    ".124",
+    ".125",
+    ".1250",
+    ".1251",
+    ".2",
+    ".24999",
+    ".25",
+    ".5",
+    ".50",
+    ".51",
+    ".75",
+    ".9",
+    ".99",
+    ".990",
+    ".999",
+)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +129,11 @@ PLACES = ("", ".0", ".00", ".1", ".124", ".125", ".1250", ".1251", ".2", ".24999
         ({"prefixItems": [{"const": 1}], "items": {"const": 2}, "maxItems": 3}, ["[1]", "[1, 2]", "[1,2,2]"], ["[]", "[2]", "[1,2,2,2]"]),
         ({"prefixItems": [{"const": 1}], "items": {"const": 2}, "minItems": 3}, ["[1,2,2]", "[1,2,2,2]"], ["[1]", "[1,2]"]),
         ({"oneOf": [{"type": "null"}, {"type": "integer", "maximum": 3}, {"type": "integer", "minimum": 4}]}, ["null", "3", "4"], ["x"]),
-        ({"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}}, ['{"kind":"cat","lives":9}', '{"kind":"dog"}'], ['{"kind":"cow"}']),
+        (
+            {"oneOf": [CAT, DOG], "discriminator": {"propertyName": "kind"}},
+            ['{"kind":"cat","lives":9}', '{"kind":"dog"}'],
+            ['{"kind":"cow"}'],
+        ),
         ({"properties": {'a"\\é\n': {"type": "null"}}}, [r'{"a\"\\é\n":null}', "{}"], ["{,}"]),
     ],
     ids=str,
@@ -234,7 +258,9 @@ def example(levels: int) -> Any:
     return {"p0": example(levels - 1), "p1": example(levels - 1)} if levels else 1
 
 
-@pytest.mark.parametrize("given", [{"const": float("inf")}, {"enum": [1, float("nan")]}, '{"const": 1e999}', '{"const": NaN}', '{"const": "\\ud800"}'])
+@pytest.mark.parametrize(
+    "given", [{"const": float("inf")}, {"enum": [1, float("nan")]}, '{"const": 1e999}', '{"const": NaN}', '{"const": "\\ud800"}']
+)
 def test_what_json_has_no_text_for_is_refused(given):
     with pytest.raises(ConfigError) as error:
         ConstraintConfig(json_schema=given)

@@ -1,8 +1,9 @@
-"""Patterns of strings in JSON schemas, against a JavaScript engine: what is written matches there, and what matches there may be written."""
+"""Patterns of strings in JSON schemas, against a JavaScript engine: what is written matches there, and the reverse."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -32,10 +33,53 @@ console.log(JSON.stringify(asked.map(([pattern, texts]) => {
 """
 """Of each pattern and each text, whether it matches a part of it, and the whole. A pattern that is none with the flag u is read without,
 where characters of the higher planes are two (null)."""
-CHARACTERS = [*"ab&-~^#!.,:;@/_ 09Z", "é", "ß", "\x7f", "\x85", "\xa0", "\u180e", "\u2003", "\u2028", "\u2029", "\u202f", "\u3000", "\ufeff", "猫", "😀"]
-ESCAPES = [r"\d", r"\D", r"\w", r"\W", r"\s", r"\S", r"\.", r"\-", r"\^", r"\]", r"\[", r"\/", r"\x41", r"\u2028", r"\u{1F600}", r"\ud83d\ude00"]
+CHARACTERS = [
+    *"ab&-~^#!.,:;@/_ 09Z",
+    "é",
+    "ß",
+    "\x7f",
+    "\x85",
+    "\xa0",
+    "\u180e",
+    "\u2003",
+    "\u2028",
+    "\u2029",
+    "\u202f",
+    "\u3000",
+    "\ufeff",
+    "猫",
+    "😀",
+]
+ESCAPES = [
+    r"\d",
+    r"\D",
+    r"\w",
+    r"\W",
+    r"\s",
+    r"\S",
+    r"\.",
+    r"\-",
+    r"\^",
+    r"\]",
+    r"\[",
+    r"\/",
+    r"\x41",
+    r"\u2028",
+    r"\u{1F600}",
+    r"\ud83d\ude00",
+]
 ESCAPES += [r"\p{L}", r"\P{L}", r"\p{Script=Greek}", r"\t", r"\cA", r"\0", r"\$", r"\(", r"\|", r"\{", r"\+", r"\?"]
-TEXTS = ["", *CHARACTERS, *("".join(pair) for pair in zip(CHARACTERS, CHARACTERS[1:], strict=False)), "aab", "a" * 9, "0a-b&&c", "[]", "--", "&&~~"]
+TEXTS = [
+    "",
+    *CHARACTERS,
+    *("".join(pair) for pair in itertools.pairwise(CHARACTERS)),
+    "aab",
+    "a" * 9,
+    "0a-b&&c",
+    "[]",
+    "--",
+    "&&~~",
+]
 
 
 def random_class(draw: random.Random) -> str:

@@ -128,7 +128,9 @@ class Kept(pydantic.BaseModel):
 @pytest.mark.parametrize("tokens, text", [(14, '{"kind":"cat"}'), (15, None)])
 def test_json_that_fills_its_tokens_is_whole(client, tokens, text):
     """The client throws away what ended by its length."""
-    answer = client.chat.completions.parse(model="tiny", messages=QUESTION, max_tokens=tokens, temperature=1.0, seed=3, response_format=Kept)
+    answer = client.chat.completions.parse(
+        model="tiny", messages=QUESTION, max_tokens=tokens, temperature=1.0, seed=3, response_format=Kept
+    )
     assert answer.choices[0].message.parsed == Kept(kind="cat") and answer.choices[0].finish_reason == "stop"
     assert text is None or answer.choices[0].message.content == text
 

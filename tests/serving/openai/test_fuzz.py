@@ -162,7 +162,25 @@ def test_mutated_bodies_are_answered_or_refused(count, growth, service):
         assert choice["text"] == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
 
 
-REPEATED = [";a:", "(", "[", "[[:", "\\", "http://a:", "-eyJ", "\n", "<gap>", "<s>", "```\n", "<tool_call>{", '{"a":', "<|code_to_edit|>", "9", "a ", "😀"]
+REPEATED = [
+    ";a:",
+    "(",
+    "[",
+    "[[:",
+    "\\",
+    "http://a:",
+    "-eyJ",
+    "\n",
+    "<gap>",
+    "<s>",
+    "```\n",
+    "<tool_call>{",
+    '{"a":',
+    "<|code_to_edit|>",
+    "9",
+    "a ",
+    "😀",
+]
 UNNAMED: dict[str, list[tuple]] = {
     "chat/completions": [
         *(("diffusion", "constraint", name) for name in ("regex", "grammar", "json_schema")),

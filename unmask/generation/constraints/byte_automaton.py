@@ -94,7 +94,7 @@ def byte_automata(
         if isinstance(result[0], str):
             what, remedy = _reason(pattern, *result)
             raise GenerationError(what, where=place, remedy=remedy)
-        automata.append(_read(*result, first))
+        automata.append(_read(first, *result))
         if len(automata[-1].next_S256) > MAX_STATES:
             raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=place, remedy=too_large)
     return automata
@@ -123,7 +123,7 @@ def _reason(pattern: str, message: str, of_python: str | None) -> tuple[str, str
     return what, "Correct the pattern, or write it flatter"
 
 
-def _read(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]], first: str) -> ByteAutomaton:
+def _read(first: str, start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
     """The smallest automaton of what the library has built, without the characters that were added."""
     names = {state: number for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))}
     dead = len(names)

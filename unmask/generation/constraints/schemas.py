@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
@@ -278,7 +277,7 @@ def implied(used: Iterable[str]) -> str | None:
 def types_of(schema: dict[str, Any]) -> list[str]:
     """The types of a schema that says them or implies one."""
     types = schema.get("type", implied(schema))
-    return types if isinstance(types, list) else [types]
+    return types if isinstance(types, list) else [str(types)]
 
 
 def kinds(schema: dict[str, Any]) -> set[str]:
@@ -392,8 +391,8 @@ def limits(schema: dict[str, Any], where: str) -> Limits:
 
 def integer_patterns(within: Limits) -> list[str]:
     """Patterns of the whole numbers within limits; with a limit on a side they have at most `MOST_DIGITS` digits there."""
-    low, high = within.whole()[:2]
-    return _signed(_whole, low, high, 10**MOST_DIGITS, 1)
+    low, high, _, _ = within.whole()
+    return _signed(_whole, None if low is None else int(low), None if high is None else int(high), 10**MOST_DIGITS, 1)
 
 
 def decimal_patterns(within: Limits) -> list[str]:
@@ -466,7 +465,7 @@ def _places(low: str, high: str | None) -> str:
 
 
 def _digits(low: str, high: str | None, *, places: bool = False) -> list[str]:
-    """Patterns of digits from `low` to `high`, which are as many, or of places, of which any number may follow and zeros may be left out."""
+    """Patterns of digits from `low` to `high`, which are as many, or of places: more may follow these, and zeros at their end be absent."""
 
     def free(count: int) -> str:
         return "[0-9]*" if places else f"[0-9]{{{count}}}"
@@ -481,7 +480,7 @@ def _digits(low: str, high: str | None, *, places: bool = False) -> list[str]:
 
     if high is None:
         return at_least(low)
-    same = os.path.commonprefix([low, high])
+    same = low[: next((at for at, pair in enumerate(zip(low, high, strict=False)) if pair[0] != pair[1]), min(len(low), len(high)))]
     low, high = low[len(same) :], high[len(same) :]
     if not low:
         return [same + each for each in at_most(high)]
