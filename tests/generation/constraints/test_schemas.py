@@ -168,6 +168,9 @@ PARTS: list[dict[str, Any]] = [
     {"anyOf": [{"const": "c"}, {"type": "null"}]},
     {"allOf": [{"type": "boolean"}]},
     {"oneOf": [{"const": "d"}, {"const": 5}]},
+    {"minimum": 3},
+    {"maxLength": 1},
+    {"properties": {"kind": {"const": "cat"}}, "required": ["kind"]},
 ]
 
 

@@ -268,15 +268,14 @@ def only(used: Iterable[str], enforced: set[str], where: str) -> None:
         refuse(f"cannot be enforced{f' beside {beside}' if beside else ''}", f"{where}.{name}", NOT_ENFORCED)
 
 
-def implied(used: Iterable[str]) -> str | None:
+def implied(used: set[str]) -> str | None:
     """The type that all these keywords belong to. JSON Schema would also allow other types, which no keyword then restricts."""
-    used = set(used) - NOTES - DEFINITIONS
     return next((name for name, keywords in BY_TYPE.items() if used and used <= keywords), None)
 
 
 def types_of(schema: dict[str, Any]) -> list[str]:
-    """The types of a schema that says them or implies one."""
-    types = schema.get("type", implied(schema))
+    """The types of values that may fit a schema: without a type all do, of which its keywords restrict some."""
+    types = schema.get("type", [*BY_TYPE])
     return types if isinstance(types, list) else [str(types)]
 
 
@@ -294,7 +293,7 @@ def may_be(value: Any, schema: dict[str, Any]) -> bool:
     """Whether a value may fit a schema, of which patterns and lengths are not looked at."""
     if (values := enumerated(schema)) is not None:
         return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
-    if not is_of_type(value, schema.get("type", implied(schema))):
+    if not is_of_type(value, types_of(schema)):
         return False
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
