@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -620,3 +621,52 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
     result = run("grpo", "-r16")
     assert result.exit_code == 2 and "No such option: -r" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "migrate {}",
+            "migrate {}.yaml",
+            "migrate {}.json",
+            "migrate {}.sh",
+            "sft --config {}",
+            "sft --model m --data {}.jsonl --output o",
+        ),
+        *("generate m --prompt a --constraint-json-schema {}", "generate m --prompt a --constraint-grammar {}", "serve m --api-keys {}"),
+        *(
+            "sft --model m --data {}.parquet --output o",
+            "report {}",
+            "runs {}",
+            "evaluate m --likelihood {}.txt",
+            "evaluate m --task {}.py:T",
+        ),
+    ],
+)
+def test_a_fifo_in_the_place_of_a_file_is_an_error(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read it would hang until another program writes to it."""
+    monkeypatch.chdir(tmp_path)
+    for kind in ("", ".yaml", ".json", ".sh", ".jsonl", ".parquet", ".txt", ".py"):
+        os.mkfifo(f"fifo{kind}")
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    signal.alarm(60)
+    try:
+        result = run(*words.format("fifo").split())
+    finally:
+        signal.alarm(0)
+    assert result.exit_code == 2 and "fifo" in result.output, result.output
+
+
+def test_later_lines_of_a_log_record_are_indented() -> None:
+    code = """
+import logging
+from unmask.cli.serve import show_requests
+show_requests()
+try:
+    raise ValueError("x\\n2026-01-01 00:00:00,000 forged")
+except ValueError:
+    logging.getLogger("unmask.serving").exception("a\\n2026-01-01 00:00:00,000 forged")
+"""
+    result = python("-c", code)
+    assert result.stderr.count("    2026-01-01 00:00:00,000 forged") == 2 and "\n2026-01-01 00:00:00,000 forged" not in result.stderr

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from unmask.artifacts import read_file
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
@@ -112,9 +113,17 @@ def announce(listener: socket.socket, workers: int, what: str) -> None:
     typer.echo(f"{what}{by} at {url}\nnext: for OpenAI's clients base_url={url}/v1{page}")
 
 
+class _Formatter(logging.Formatter):
+    """Lines of a log, of which only the first of a record is not indented: no text of a client looks like another record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n    ")
+
+
 def show_requests() -> None:
     """Log requests to stderr. Other libraries stay quiet: some would log what the server asks its workers."""
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.basicConfig()
+    logging.getLogger().handlers[0].setFormatter(_Formatter("%(asctime)s %(message)s"))
     logging.getLogger("unmask").setLevel(logging.INFO)
 
 
@@ -153,7 +162,7 @@ def keys_of(file: Path | None) -> tuple[str, ...]:
     lines = [os.environ.get(API_KEY, "")]
     if file is not None:
         try:
-            lines += file.read_text(encoding="utf-8").splitlines()
+            lines += read_file(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"cannot be read ({first_line(error)})", where=str(file), remedy="Give a text file with a key a line"

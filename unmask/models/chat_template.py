@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
+from unmask.artifacts import read_file
 from unmask.errors import ConfigError, DataError
 from unmask.models.limited_templates import LimitError
 
@@ -33,7 +33,7 @@ def read_template(name_or_path: str) -> str:
     if name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     try:
-        return Path(name_or_path).read_text(encoding="utf-8")
+        return read_file(name_or_path)
     except (OSError, UnicodeDecodeError) as error:
         what = f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})"
         raise ConfigError(what, where="data.chat_template", remedy=f"Use {SIMPLE}, or the path of a Jinja file") from error

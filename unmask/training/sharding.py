@@ -14,7 +14,6 @@ import copy
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import accelerate.utils.other
@@ -22,6 +21,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from transformers.integrations import HfTrainerDeepSpeedConfig
 
+from unmask.artifacts import read_file
 from unmask.errors import ConfigError, first_line, require
 
 AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
@@ -80,7 +80,7 @@ def read_deepspeed(setting: str | dict[str, Any]) -> dict[str, Any]:
         config = zero_preset(int(setting[-1]))
     else:
         try:
-            config = json.loads(Path(setting).read_text(encoding="utf-8"))
+            config = json.loads(read_file(setting))
         except (OSError, json.JSONDecodeError) as error:
             remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
             raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error

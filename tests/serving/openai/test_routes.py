@@ -315,6 +315,15 @@ def test_an_edit_answers_the_region_in_a_fence(service):
     assert len(seen) > 1 and seen <= {f"```\ny = {number}\n\n```" for number in (1, 2, 3)}
 
 
+@pytest.mark.parametrize("pattern, finish", [("[ab]{8}", "stop"), ("[ab]*", "stop"), (None, "length")])
+def test_a_text_that_fills_its_tokens_is_whole_if_it_meets_a_constraint(pattern, finish, service):
+    asked = {"prompt": "ab", "max_tokens": 8, "temperature": 1.0, "seed": 1, "diffusion": {"forbidden_tokens": [model().eos_token_id]}}
+    asked["diffusion"] |= {"constraint": {"regex": pattern}} if pattern else {}
+    found = answer(service(), "completions", **asked)
+    assert found["usage"]["completion_tokens"] == 8 and found["choices"][0]["finish_reason"] == finish
+    assert stream(service(), "completions", **asked)[-1]["choices"][0]["finish_reason"] == finish
+
+
 def test_calls_that_the_model_chooses_to_make(service):
     """A constraint stands for a model that writes a call by itself."""
     scheduler = service(*BLOCKS)

@@ -119,10 +119,12 @@ def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object, or as they are where they are none."""
+    """The arguments of a call as an object, an empty one where there are none, or as they are where they are no object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.strip() or "null")
     except (ValueError, RecursionError):
         return text
+    if value is None:
+        return {}
     check_depth(value, "messages.tool_calls.function.arguments")
     return value if isinstance(value, dict) else text

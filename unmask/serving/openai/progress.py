@@ -137,10 +137,16 @@ class Progress:
         whole = self._decode(tokens)
         released = self._text.grow(whole, done=True)
         ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
-        finish = "stop" if ended or region.fills or self._text.stop is not None else "length"
+        whole_text = ended or region.fills or self._text.stop is not None or self._is_complete()
+        finish = "stop" if whole_text else "length"
         steps = max(trace.steps, default=-1) + 1
         self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace.forward_passes, trace)
         return released
+
+    def _is_complete(self) -> bool:
+        """Whether there is a constraint, and the text meets it as a whole: no end token has to say that."""
+        gaps = self.work.request.gaps
+        return bool(gaps) and all(gap.automaton.accepts(self.ids[gap.start : gap.stop]) for gap in gaps)
 
     def _cut(
         self,

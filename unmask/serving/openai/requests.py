@@ -184,7 +184,8 @@ class CalledFunction(Body):
     """A function that the assistant called."""
 
     name: str
-    arguments: str
+    arguments: str = ""
+    """JSON. Default: none, as with an empty text."""
 
 
 class ToolCall(Body):

@@ -182,7 +182,10 @@ class CallReader:
         return "open" if self.after.startswith(following) else "none"
 
     def _as_call(self, value: dict[str, Any]) -> Call | None:
-        name, arguments = value.get("name"), value.get(self.key)
+        keys = (self.key, *sorted({"arguments", "parameters"} - {self.key}))
+        name, arguments = value.get("name"), next((value[key] for key in keys if key in value), None)
+        if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+            arguments = {}
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return Call(name, arguments) if isinstance(name, str) and name in self.names and isinstance(arguments, str) else None
