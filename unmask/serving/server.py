@@ -56,7 +56,8 @@ class GracefulServer(uvicorn.Server):
 def open_port(host: str, port: int) -> socket.socket:
     """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one. Raises ConfigError if it
     cannot be bound."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where TCP is named
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
