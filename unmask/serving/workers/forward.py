@@ -49,7 +49,7 @@ class Forward:
         if self.pool.stopping:
             return await _fail(send, ending_error())
         seconds = max(math.ceil(self.pool.start_seconds), SOONEST_RETRY)
-        await _fail(send, NoWorkerError("no worker is ready", remedy=f"Try again in {seconds} seconds"), **{"Retry-After": str(seconds)})
+        await _fail(send, NoWorkerError("no worker is ready", remedy=f"Try again in {seconds} seconds"), retry_after=seconds)
 
     async def _ask(self, worker: Worker, scope: Scope, body: bytes, send: Send) -> bool:
         """Whether a worker could be asked. If so, its answer or an error has been sent."""
@@ -113,12 +113,13 @@ async def _send_whole(send: Send, answer: httpx.Response, content: bytes) -> Non
     await send({"type": "http.response.body", "body": content})
 
 
-async def _fail(send: Send, error: ServiceError, *, begun: bool = False, **headers: str) -> None:
+async def _fail(send: Send, error: ServiceError, *, begun: bool = False, retry_after: int | None = None) -> None:
     """Answer with an error; `begun`: as the last event of a stream."""
     if begun:
         event = f"data: {json.dumps(error_body(str(error), error.status))}\n\n"
         await send({"type": "http.response.body", "body": event.encode()})
     else:
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         answer = error_response(str(error), error.status, **headers)
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body})
