@@ -181,7 +181,7 @@ PREPARED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_requests_that_are_prepared_when_the_signal_comes_are_answered(stage: str, workers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer is owed from the first byte of a request on, and not only once it waits for the engine."""
     begun, held = threading.Event(), threading.Event()
-    for name in {"encoded": ["encode_prompt"], "compiled": ["make_requests"], "searched": ["find_lengths"]}.get(stage, []):
+    if name := {"encoded": "encode_prompt", "compiled": "make_requests", "searched": "find_lengths"}.get(stage):
         function = getattr(plans, name)
         monkeypatch.setattr(plans, name, lambda *args: (begun.set(), held.wait(60), function(*args))[-1])
     path, fields = PREPARED[stage]
