@@ -69,7 +69,7 @@ def test_a_costly_constraint_is_refused_in_the_time_that_the_server_gives_it() -
 
     refused = asyncio.run(run())
     assert refused.status_code == 400
-    assert refused.json()["error"]["message"].startswith("constraint.regex: its automaton takes more than 0.5 seconds to build")
+    assert refused.json()["error"]["message"].startswith("diffusion.constraint.regex: its automaton takes more than 0.5 seconds to build")
 
 
 def test_the_time_limit_of_a_request_covers_it(held: threading.Event) -> None:
