@@ -1,4 +1,5 @@
 """Many clients of `unmask serve` at once against one at a time: throughput, equal answers, what HTTP and scheduling cost, first frames.
+And short answers, one after the other, on a connection that is kept.
 
     python -m benchmarks.serving [MODEL] --clients 32 --length 64 --batch 32
 
@@ -94,6 +95,13 @@ class Load:
         answer = await client.post("/v1/completions", json=self._body(prompt))
         return str(answer.raise_for_status().json()["choices"][0]["text"])
 
+    def kept(self, count: int) -> tuple[float, float]:
+        """The median seconds of `GET /v1/models` and of an answer of one token, one after the other on a connection that is kept."""
+        one_token = self._body("a", max_tokens=1)
+        with httpx.Client(base_url=self.url, timeout=600, trust_env=False) as client:
+            listing = _median_seconds(lambda: client.get("/v1/models"), count)
+            return listing, _median_seconds(lambda: client.post("/v1/completions", json=one_token), count)
+
     async def _stream(self, client: httpx.AsyncClient, prompt: str) -> str:
         started, first, text = time.perf_counter(), 0.0, ""
         async with client.stream("POST", "/v1/completions", json=self._body(prompt, stream=True, diffusion={"stream": "frames"})) as answer:
@@ -105,6 +113,16 @@ class Load:
                     text += "".join(choice["text"] or "" for choice in chunk["choices"])
         self.first_frames.append(first)
         return text
+
+
+def _median_seconds(ask: Callable[[], httpx.Response], count: int) -> float:
+    """Of so many answers after a first one."""
+    seconds = []
+    for _ in range(count + 1):
+        started = time.perf_counter()
+        ask().raise_for_status()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds[1:])
 
 
 def measure(lm: unmask.DiffusionLM, model: str, options: argparse.Namespace) -> list[tuple[str, str, str]]:
@@ -121,6 +139,7 @@ def measure(lm: unmask.DiffusionLM, model: str, options: argparse.Namespace) -> 
     with serving(model, 8, options.threads) as (url, server):
         eight = Load(url, options.length)
         eight.run(prompts[:8], 8)
+        kept = eight.kept(50)
         unmask.generate(lm, prompts[:8], config)
         costs = [[_cost(eight, server, *burst, lm, config) for _ in range(options.rounds)] for burst in ((prompts[:8], 8), (prompts, 16))]
     equal = sum(texts == [solo[i]] * 3 for i, texts in enumerate(map(list, zip(one_texts, many_texts, stream_texts, strict=True))))
@@ -136,6 +155,7 @@ def measure(lm: unmask.DiffusionLM, model: str, options: argparse.Namespace) -> 
         ("  beyond the engine's steps", _medians(costs, lambda cost: cost.steps), BAR["share"]),
         ("  beyond the processor time of its thread", _medians(costs, lambda cost: cost.thread), BAR["share"]),
         ("  beyond `unmask.generate`, where all begin at once", _medians(costs, lambda cost: cost.alone), ""),
+        ("on a kept connection: /v1/models, and one token", " and ".join(f"{each * 1e3:.1f} ms" for each in kept), ""),
         ("first frame under load, median and p99", f"{first[49] * 1e3:.0f} and {first[98] * 1e3:.0f} ms", BAR["first"]),
     ]
 

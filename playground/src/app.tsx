@@ -23,7 +23,6 @@ export function App() {
   const [dialog, setDialog] = useState<"key" | "help" | null>(null);
   const [models, setModels] = useState<Model[]>([]);
   const [problem, setProblem] = useState("");
-  const [turns, setTurns] = useState<Message[]>([]);
   const [question, setQuestion] = useState("");
   const [colour, setColour] = useState<Colour>("probability");
   const [news, setNews] = useState("");
@@ -52,25 +51,28 @@ export function App() {
   }, [key]);
 
   useEffect(() => {
-    const read = () => setSetup(fromFragment(location.hash));
+    const read = () => {
+      clear();
+      setQuestion("");
+      setSetup(fromFragment(location.hash));
+    };
     addEventListener("hashchange", read);
     return () => removeEventListener("hashchange", read);
-  }, []);
+  }, [clear]);
 
-  const latest = useRef({ setup, turns, question, runs });
-  latest.current = { setup, turns, question, runs };
+  const latest = useRef({ setup, question, runs });
+  latest.current = { setup, question, runs };
 
   const run = useCallback(async () => {
     if (!model) return;
-    const { setup, turns, question, runs } = latest.current;
-    const talk = [...turns, ...lastTurns(question, runs[0])];
+    const { question, runs } = latest.current;
+    const setup = withLastTurns(latest.current.setup, question, runs[0]);
     setProblem("");
     player.restart();
     try {
-      const started = start(setup, model, setup.mode === "chat" ? talk : [], key);
+      const started = start(setup, model, key);
       setNews("Generating.");
       if (setup.mode === "chat") {
-        setTurns(talk);
         setQuestion(setup.prompt);
         setSetup({ ...setup, prompt: "" });
       }
@@ -85,8 +87,8 @@ export function App() {
   }, [model, key, start, player.restart]);
 
   const share = useCallback(async () => {
-    const { setup, question } = latest.current;
-    const told = setup.mode === "chat" && !setup.prompt ? { ...setup, prompt: question } : setup;
+    const { setup, question, runs } = latest.current;
+    const told = setup.prompt ? withLastTurns(setup, question, runs[0]) : { ...setup, prompt: question };
     history.replaceState(null, "", `#${toFragment(told)}`);
     return navigator.clipboard.writeText(location.href).then(
       () => true,
@@ -96,16 +98,15 @@ export function App() {
 
   const clearAll = () => {
     clear();
-    setTurns([]);
+    setSetup({ ...setup, turns: [] });
     setQuestion("");
   };
   const switchMode = (mode: Mode) => {
-    setTurns([...turns, ...lastTurns(question, runs[0])]);
     setQuestion("");
     clear();
     setProblem("");
     chosen.current = true;
-    setSetup({ ...setup, mode });
+    setSetup({ ...withLastTurns(setup, question, runs[0]), mode });
   };
 
   useShortcuts({
@@ -128,7 +129,7 @@ export function App() {
       setup={setup}
       running={running}
       ready={model !== null && !chatless}
-      hasTurns={question !== "" || turns.length > 0}
+      hasTurns={question !== "" || setup.turns.length > 0}
       onChange={setSetup}
       onRun={run}
       onCancel={cancel}
@@ -170,7 +171,7 @@ export function App() {
           )}
           {chatless && <p class="note">This model has no chat template. Completion and infill work with it.</p>}
           {setup.mode === "chat" ? null : composer}
-          {setup.mode === "chat" && <Conversation turns={turns} question={question} />}
+          {setup.mode === "chat" && <Conversation turns={setup.turns} question={question} />}
           {runs.length ? (
             <Results runs={runs} player={player} length={length} colour={colour} onColour={setColour} />
           ) : (
@@ -197,13 +198,14 @@ export function App() {
   );
 }
 
-/** The question and the answer on the stage as turns of a conversation; none if there is no answer. */
-function lastTurns(question: string, run: Run | undefined): Message[] {
-  if (!question || run?.status !== "done") return [];
-  return [
+/** The setup with the question and the answer on the stage as turns; as it is if there is no answer. */
+function withLastTurns(setup: Setup, question: string, run: Run | undefined): Setup {
+  if (!question || run?.status !== "done") return setup;
+  const last: Message[] = [
     { role: "user", content: question },
     { role: "assistant", content: run.text },
   ];
+  return { ...setup, turns: [...setup.turns, ...last] };
 }
 
 function Conversation({ turns, question }: { turns: Message[]; question: string }) {

@@ -7,6 +7,10 @@ import type { Model } from "../src/wire/types";
 
 const MODEL = { id: "m", diffusion: { mask_token: "<|mask|>", chat: true } } as Model;
 const [A, B] = SETUP.decodings;
+const TURNS: Setup["turns"] = [
+  { role: "user", content: "a & b?\n" },
+  { role: "assistant", content: '"é" <s>' },
+];
 
 describe("gaps", () => {
   it("hides what is selected, a token for about four characters", () => {
@@ -29,7 +33,7 @@ describe("gaps", () => {
 
 describe("requests", () => {
   it("names the settings as the server does", () => {
-    const { body, path } = makeRequest({ ...SETUP, prompt: "Once" }, 1, MODEL, []);
+    const { body, path } = makeRequest({ ...SETUP, prompt: "Once" }, 1, MODEL);
     expect(path).toBe("v1/completions");
     expect(body).toEqual({
       model: "m",
@@ -73,22 +77,22 @@ describe("requests", () => {
   });
 
   it("sends a conversation with its system prompt", () => {
-    const setup: Setup = { ...SETUP, mode: "chat", prompt: "And?", system: "Be short." };
-    const { body, path } = makeRequest(setup, 0, MODEL, [{ role: "assistant", content: "Hm." }]);
+    const setup: Setup = { ...SETUP, mode: "chat", prompt: "And?", system: "Be short.", turns: TURNS };
+    const { body, path } = makeRequest(setup, 0, MODEL);
     expect(path).toBe("v1/chat/completions");
     expect(body.messages).toEqual([
       { role: "system", content: "Be short." },
-      { role: "assistant", content: "Hm." },
+      ...TURNS,
       { role: "user", content: "And?" },
     ]);
-    expect(() => makeRequest({ ...setup, prompt: " " }, 0, MODEL, [])).toThrow(SettingError);
+    expect(() => makeRequest({ ...setup, prompt: " " }, 0, MODEL)).toThrow(SettingError);
   });
 
   it("writes gaps as the model's mask token", () => {
     const setup: Setup = { ...SETUP, mode: "infill", document: "a▯▯b" };
-    const { body, path } = makeRequest(setup, 0, MODEL, []);
+    const { body, path } = makeRequest(setup, 0, MODEL);
     expect([path, body.text, "max_tokens" in body]).toEqual(["v1/infill", "a<|mask|><|mask|>b", false]);
-    expect(() => makeRequest({ ...setup, document: "ab" }, 0, MODEL, [])).toThrow("has no gap");
+    expect(() => makeRequest({ ...setup, document: "ab" }, 0, MODEL)).toThrow("has no gap");
   });
 });
 
@@ -99,6 +103,7 @@ describe("share links", () => {
       model: "a/b c",
       prompt: "a&b=c #1",
       system: "x\ny",
+      turns: [],
       document: "é▯▯ 😀",
       compare: true,
       shared: { maxTokens: 7, seed: 3, constraint: "regex", regex: "[&=#]+", schema: "{}" },
@@ -110,6 +115,21 @@ describe("share links", () => {
     expect(fromFragment(`#${toFragment(setup)}`)).toEqual(setup);
     expect(fromFragment(toFragment(SETUP))).toEqual(SETUP);
     expect(toFragment(SETUP)).toBe("mode=completion");
+  });
+
+  it("have the conversation of a chat, and of nothing else", () => {
+    const setup: Setup = { ...SETUP, mode: "chat", prompt: "And?", turns: TURNS };
+    expect(fromFragment(toFragment(setup))).toEqual(setup);
+    expect(fromFragment(toFragment({ ...setup, mode: "infill" })).turns).toEqual([]);
+    for (const turns of [
+      "{",
+      "3",
+      "null",
+      '[{"role":"system","content":"a"}]',
+      '[{"role":"user","content":1}]',
+      "[null]",
+    ])
+      expect(fromFragment(`mode=chat&turns=${encodeURIComponent(turns)}`).turns).toEqual([]);
   });
 
   it("of anything are a setup", () => {

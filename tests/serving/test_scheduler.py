@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import chain
+from typing import Any
 
 import pytest
 
 import unmask
 from tests.generation.tiny_models import PATTERNS, tiny
 from tests.helpers import partly_slow
-from tests.serving.scheduling import CONFIG, alone, collect, outline, scheduling, traces, until, works
+from tests.serving.scheduling import CONFIG, LONG, alone, collect, outline, scheduling, traces, until, works
+from tests.serving.servers import Stall
 from unmask.errors import GenerationError, UnmaskError
+from unmask.generation.engine.engine import Engine
 from unmask.generation.frames import Frame, replay
 from unmask.generation.output import Trace
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.service import Event, OtherWeightsError, OverloadedError
+from unmask.serving.submission import Events
 
 
 @partly_slow("attention, block_size", PATTERNS, 2, 4)
@@ -102,6 +107,62 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(stalled: threading.Sema
             assert outline(await traces(late)) == await alone(scheduler, "f")
 
     asyncio.run(run())
+
+
+class Clock:
+    """A clock by which every step of an engine takes 3 seconds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now, step = 0.0, Engine.step
+
+        def counted(engine: Engine) -> Any:
+            self.now += 3
+            return step(engine)
+
+        patch.setattr(Engine, "step", counted)
+        patch.setattr("unmask.serving.scheduler.monotonic", lambda: self.now)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("sizes", [[12], [24, 8]])
+@pytest.mark.parametrize("before", [0, 6])
+def test_a_refusal_tells_how_long_what_waits_takes(
+    batch_size: int, sizes: list[int], before: int, stalled: Stall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a first step as well as after other sequences, and an hour without any."""
+    lm, clock = tiny(layers=1), Clock(monkeypatch)
+
+    async def run() -> tuple[int, float]:
+        async with scheduling(lm, batch_size=batch_size, queue_size=8) as scheduler:
+            value: Any = scheduler.metrics.registry.get_sample_value
+
+            def submit(*numbers: int) -> Events:
+                configs = [LONG.model_copy(update={"max_new_tokens": sizes[number % len(sizes)]}) for number in numbers]
+                return scheduler.submit("tiny", list(chain.from_iterable(works(lm, ["abc"], config) for config in configs)), owner="a")
+
+            stalled.release(1000)
+            for number in range(before):
+                await traces(submit(number))
+            await scheduler.between_steps(lambda: None)
+            clock.now += 3600
+            while stalled.acquire(blocking=False):
+                pass
+            running = submit(*range(batch_size))
+            await until(lambda: value("unmask_running_sequences") == batch_size)
+            stalled.release(2)
+            await until(lambda: not stalled._value)
+            waiting = [submit(number) for number in range(8)]
+            stalled.release(3)
+            await until(lambda: not stalled._value)
+            with pytest.raises(OverloadedError) as refused:
+                submit(8)
+            began = clock.now
+            stalled.release(10_000)
+            await asyncio.gather(*map(traces, [running, *waiting]))
+            return refused.value.retry_after, clock.now - began
+
+    told, took = asyncio.run(run())
+    assert took / 2 < told < 1.5 * took, (told, took)
 
 
 def test_of_a_full_queue_the_latest_of_whoever_has_most_gives_way(stalled: threading.Semaphore) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,15 @@ import unmask
 from tests.generation.tiny_models import adapted, store, tiny
 from tests.serving.commands import command
 from tests.serving.models import make_model, model
-from tests.serving.servers import connect, http_get, http_post, served
+from tests.serving.servers import connect, http_get, http_post, posted, served, serving
+from tests.serving.workers.local import serving_locally
 from unmask.cli import app
 from unmask.cli.serve import announce, keys_of, name_of
 from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError
 from unmask.serving.app import PLAYGROUND, AppSettings, make_app
 from unmask.serving.middleware import LOOPBACK
+from unmask.serving.openai import plans
 from unmask.serving.scheduler import Scheduler
 from unmask.serving.server import make_server, open_port
 
@@ -72,6 +77,15 @@ def ask_in_every_way(url: str, name: str, ways: Sequence[str], answers: dict[int
     for client in clients:
         client.start()
     return clients
+
+
+def is_open(url: str) -> bool:
+    """Whether a server accepts connections."""
+    try:
+        connect(url).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 def sequences(url: str) -> tuple[float, float]:
@@ -151,6 +165,64 @@ def test_after_the_grace_what_is_left_ends_with_a_clear_error(way: str) -> None:
     for client in clients:
         client.join()
     assert len(answers) == 3 and all(map(ended_clearly, answers.values())), [answer.text[-200:] for answer in answers.values()]
+
+
+PREPARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "read": ("completions", {"prompt": "ab"}),
+    "encoded": ("completions", {"prompt": "ab"}),
+    "compiled": ("completions", {"prompt": "ab", "diffusion": {"constraint": {"regex": "[a-f]{8}"}}}),
+    "searched": ("infill", {"text": "ab<gap>cd", "max_gap": 4}),
+}
+"""What is done with a request before its sequences wait."""
+
+
+@pytest.mark.parametrize("stage", [*PREPARED])
+@pytest.mark.parametrize("workers", [False, True])
+def test_requests_that_are_prepared_when_the_signal_comes_are_answered(stage: str, workers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is owed from the first byte of a request on, and not only once it waits for the engine."""
+    begun, held = threading.Event(), threading.Event()
+    if name := {"encoded": "encode_prompt", "compiled": "make_requests", "searched": "find_lengths"}.get(stage):
+        function = getattr(plans, name)
+        monkeypatch.setattr(plans, name, lambda *args: (begun.set(), held.wait(60), function(*args))[-1])
+    path, fields = PREPARED[stage]
+    request = posted(path, **fields, seed=1, temperature=1.0, **({} if path == "infill" else {"max_tokens": 8}))
+    with ExitStack() as stack:
+        if workers:
+            local = stack.enter_context(serving_locally([make_model()], grace=30))
+            url, server = local.url, local.front
+        else:
+            url, server = stack.enter_context(serving(make_model(), grace=30))
+        with connect(url) as client:
+            client.sendall(request if stage != "read" else request[:-9])
+            if stage != "read":
+                assert begun.wait(30)
+            server.should_exit = True
+            while is_open(url):
+                time.sleep(0.01)
+            time.sleep(0.1)
+            held.set()
+            client.sendall(request[-9:] if stage == "read" else b"")
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            assert answer.status == 200, answer.read()
+            assert json.loads(answer.read())["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_what_arrives_before_the_signal_is_answered_though_the_server_was_busy(new: bool) -> None:
+    """On a connection that it has, or one that it has yet to accept."""
+    with serving(make_model(), grace=30) as (url, server), connect(url) as kept:
+        while not server.server_state.connections:
+            time.sleep(0.01)
+        [connection] = server.server_state.connections
+        connection.loop.call_soon_threadsafe(time.sleep, 0.5)
+        time.sleep(0.1)
+        with connect(url) if new else kept as client:
+            client.sendall(posted("completions", prompt="ab", max_tokens=8))
+            server.should_exit = True
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            assert answer.status == 200
 
 
 @pytest.mark.slow

@@ -64,6 +64,25 @@ def test_of_an_owner_only_so_many_wait() -> None:
     asyncio.run(run())
 
 
+def test_a_refusal_tells_how_long_those_before_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, held = [0.0], Held()
+    monkeypatch.setattr("unmask.serving.side_work.monotonic", lambda: clock[0])
+
+    async def run() -> None:
+        work = SideWork(at_once=2, waiting=3)
+        for _ in range(100):
+            await work.run(lambda: clock.append(clock.pop() + 7), "another")
+        tasks = [asyncio.create_task(work.run(held.function("a"), "greedy")) for _ in range(4)]
+        await until(lambda: len(held.begun) == 1)
+        with pytest.raises(OverloadedError, match="Try again in 21 seconds") as refused:
+            await work.run(held.function("a"), "greedy")
+        assert refused.value.retry_after == 21
+        held.release.release(10)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+
+
 def test_who_leaves_gives_up_its_place_and_keeps_its_turn_until_its_function_ends() -> None:
     held = Held()
 

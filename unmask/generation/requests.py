@@ -49,6 +49,11 @@ class Request:
         """Tokens of the whole sequence."""
         return len(self.ids)
 
+    @property
+    def most_steps(self) -> int:
+        """The denoising steps that it takes at most."""
+        return sum(self.hidden) if self.counts is None else sum(map(len, self.counts))
+
 
 def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
     """Encode prompts into requests. Arguments and errors as in `unmask.generate`."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+LOOK_EVERY = 0.1  # seconds
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class LimitedConnection(H11Protocol):
         self.limits = limits
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
+        self._look: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -54,6 +58,16 @@ class LimitedConnection(H11Protocol):
         elif self._head is None:
             self._head = self._after(self.limits.head_seconds, self.transport.abort)
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends nothing more. If its request is whole, it may still read the answer, after which the connection is closed.
+        Returns whether the connection stays open."""
+        if self.cycle is None or self.cycle.more_body or self.cycle.response_complete:
+            return False
+        self.cycle.keep_alive = False
+        self._look_whether_gone()
+        self._send_nothing()
+        return True
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._expect_reading()
@@ -65,7 +79,28 @@ class LimitedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head()
         self._cancel_write()
+        if self._look is not None:
+            self._look.cancel()
         super().connection_lost(exc)
+
+    def _look_whether_gone(self) -> None:
+        """Cut off a client that has closed its connection, and not only its half of it."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), 0)
+        if poll.poll(0):  # POLLHUP or POLLERR
+            self.transport.abort()
+        else:
+            self._look = self._after(LOOK_EVERY, self._look_whether_gone)
+
+    def _send_nothing(self) -> None:
+        """Send bytes without meaning. The system of a client that has gone answers them with a reset; until then both closes look alike.
+        HTTP/1.0 has no such bytes: there the answer itself is what is sent first."""
+        if self.conn.their_http_version != b"1.1":
+            return
+        if self.conn.our_state is h11.SEND_RESPONSE:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")))
+        elif self.conn.our_state is h11.SEND_BODY and self.conn.send_with_data_passthrough(h11.Data(data=b"")) == []:  # it is chunked
+            self.transport.write(b"0")  # the first digit of the length of the next chunk
 
     def _expect_reading(self) -> None:
         """Look later how much of what waits now the client has read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -38,6 +39,12 @@ STATUSES = {
 OF_ALL = (401, 403, 408, 413, 500)
 """Errors that any request may have."""
 UNREADABLE = "The request is not valid"
+ROUTES = {"unmask.infill": "/v1/infill", "unmask.fim_prompt": "/v1/fim/completions"}
+"""Where the API has what remedies name in Python."""
+ELSEWHERE = re.compile(r" with length='auto'| \((?=[^()]*--)[^()]*+\)")
+"""What remedies say about Python and the command line alone."""
+TEXT = re.compile(r"(?:^|(?P<linked> for ))(?:prompt|text)s?(?: (?P<index>\d+))?$")
+"""The text of a request, in the location of an error."""
 DEEPEST = 64
 """Levels of arrays and objects in one field of a body."""
 
@@ -89,24 +96,48 @@ def error_response(message: str, status: int, param: str | None = None, code: st
     return Response(body, status, headers=headers, media_type="application/json")
 
 
-def error_of(error: UnmaskError) -> tuple[int, ErrorAnswer]:
-    """The status and the body for an error of Unmask."""
+def error_of(error: UnmaskError, body: Any = None) -> tuple[int, ErrorAnswer]:
+    """The status and the body for an error of Unmask, in the terms of the API.
+
+    Args:
+        body: of the request, which says by which of several names a field was given.
+    """
     status = error.status if isinstance(error, ServiceError) else 400
-    message = f"{error.what}. {error.remedy or ''}".strip() if isinstance(error, DataError) else str(error)
+    given = body if isinstance(body, dict) else {}
+    names = _names(given)
+    where = _location(error.where or "", given, names)
+    known = re.compile(rf"\b({'|'.join(map(re.escape, [*names, *ROUTES]))})\b")
+    what, remedy = (known.sub(lambda name: {**names, **ROUTES}[name[0]], text) for text in (error.what, error.remedy or ""))
+    of_text = isinstance(error, DataError)
+    message = str(UnmaskError(what, where=None if of_text else where or None, remedy=ELSEWHERE.sub("", remedy) or None))
+    param = None if of_text and where.partition(".")[0] not in ("messages", "prompt", "tools") else where.split(" ")[0]  # a path, say
     code = "unsupported_parameter" if isinstance(error, UnsupportedError) else "rate_limit_exceeded" if status == 429 else None
     code = "model_not_found" if status == 404 and error.where == "model" else code
-    return status, error_body(message, status, _param_of(error), code)
+    return status, error_body(message, status, param or None, code)
 
 
-def _param_of(error: UnmaskError) -> str | None:
-    """The field of the request that an error is about."""
-    where = (error.where or "").split(" ")[0]
-    first = where.partition(".")[0]
-    if isinstance(error, DataError) and first not in ("messages", "prompt", "tools"):
-        return None  # a tokenizer's path, say
-    if first in OPENAI_NAMES:
-        return OPENAI_NAMES[first] + where.removeprefix(first)
-    return f"diffusion.{where}" if first in SamplerConfig.model_fields or first in OF_PROTOCOL else where or None
+def _names(body: Mapping[str, Any]) -> dict[str, str]:
+    """The names of OpenAI's, in this request, for settings of `SamplerConfig` that are called otherwise."""
+    tokens = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+    return {"max_new_tokens": tokens, "top_log_probs": "top_logprobs" if "messages" in body else "logprobs"}
+
+
+def _location(where: str, body: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """The field of a request that an error is about, and perhaps what is wrong in it, from where the error was raised."""
+    field, prompt = next((name for name in ("messages", "segments", "text", "prompt") if name in body), None), body.get("prompt")
+    many = isinstance(prompt, list) and not isinstance(next(iter(prompt), 0), int)
+
+    def named(found: re.Match[str]) -> str:
+        if found["index"] and many:
+            return f"{found['linked'] or ''}{field} {int(found['index']) // (body.get('n') or 1)}"
+        return "" if found["linked"] else field or found[0]
+
+    where = TEXT.sub(named, where)
+    first = re.split(r"[. ]", where, maxsplit=1)[0]
+    if first in names:
+        return names[first] + where.removeprefix(first)
+    inner = first not in OPENAI_NAMES and (first in SamplerConfig.model_fields or first in OF_PROTOCOL)
+    return f"diffusion.{where}" if inner else where
 
 
 def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
@@ -117,6 +148,11 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
     cause = context.get("error")
     if first["type"] == "json_invalid":
         return error_response(f"The body is not JSON: {cause}", 400)
+    if body is None or isinstance(body, bytes):  # FastAPI reads no other body as JSON, as a page of another site could send it unasked
+        what = "The body is not read, as nothing says that it is JSON. Send it with the header Content-Type: application/json"
+        return error_response("The body is empty. Send a JSON object" if body in (None, b"") else what, 400)
+    if not isinstance(body, dict):
+        return error_response("The body is not a JSON object. Send an object with the fields of the request", 400)
     if isinstance(cause, UnmaskError):  # raised by a config
         path += [cause.where] if cause.where else []
         message = f"{cause.what}. {cause.remedy or ''}".strip()
@@ -174,14 +210,15 @@ def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
-async def _check_body(request: Request) -> None:
-    """Raise GenerationError for a body that is too deep. What is no JSON is refused later."""
+async def _checked_body(request: Request) -> Any:
+    """The body. Raises GenerationError for one that is too deep. What is no JSON is None, and refused later."""
     try:
         body = await request.json()
     except (ValueError, RecursionError):
-        return
+        return None
     for name, value in body.items() if isinstance(body, dict) else ():
         check_depth(value, name)
+    return body
 
 
 class OpenAIRoute(APIRoute):
@@ -191,16 +228,18 @@ class OpenAIRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def answer(request: Request) -> Response:
+            body = None
             try:
-                await _check_body(request)
+                body = await _checked_body(request)
                 return await handler(request)
             except RequestValidationError as error:
                 return refusal(error.errors(), error.body)
             except StarletteHTTPException as error:
-                return error_response(str(error.detail), error.status_code)
+                what = "The body is not JSON in UTF-8" if error.status_code == 400 else str(error.detail)
+                return error_response(what, error.status_code)
             except UnmaskError as error:
-                status, body = error_of(error)
+                status, content = error_of(error, body)
                 headers = {"Retry-After": str(error.retry_after)} if isinstance(error, OverloadedError) else {}
-                return Response(json.dumps(body), status, headers=headers, media_type="application/json")
+                return Response(json.dumps(content), status, headers=headers, media_type="application/json")
 
         return answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from time import monotonic, perf_counter
 
@@ -22,9 +21,6 @@ class ModelEngine:
 
     The scheduler's thread owns it, but for `lm`, `name`, `parent`, `version` and `weights`, which others read.
 
-    Args:
-        ends: gets the time of the end of each sequence.
-
     Attributes:
         parent: the name of the model on whose weights these adapters are; None: its weights are its own.
         version: of the weights, as a client named them; None: the first ones.
@@ -40,14 +36,13 @@ class ModelEngine:
         parent: str | None,
         make_engine: Callable[[DiffusionLM], Engine],
         metrics: Metrics,
-        ends: deque[float],
     ):
         self.lm, self.name, self.parent = lm, name, parent
         self.version: str | None = None
         self.weights = 0
         self.running: dict[int, Entry] = {}
         self.failures = 0
-        self._make_engine, self._engine, self._metrics, self._ends = make_engine, make_engine(lm), metrics, ends
+        self._make_engine, self._engine, self._metrics = make_engine, make_engine(lm), metrics
 
     def check_version(self, version: str | None) -> None:
         """Raise OtherWeightsError if the weights have another name than this one."""
@@ -75,6 +70,7 @@ class ModelEngine:
         self._metrics.forward_passes.labels(self.name).inc(self._engine.num_forward_passes - passes)
         deliveries: Deliveries = []
         for ticket, entry in self.running.items():  # before any is finished: if the device fails, all start again
+            entry.steps_left = max(entry.steps_left - 1, 0)
             if entry.watched is not None and (frame := entry.watched.look(self._engine, ticket)):
                 self._measure_first_frame(entry)
                 deliveries.append((entry.submission, Event(entry.index, frame, None, self.version)))
@@ -92,7 +88,6 @@ class ModelEngine:
     def count_end(self, outcome: str) -> None:
         """A sequence has ended."""
         self._metrics.sequences.labels(self.name, outcome).inc()
-        self._ends.append(monotonic())
 
     def _finish(self, ticket: int, trace: Trace) -> tuple[Submission, Event]:
         entry = self._leave(ticket, "finished")

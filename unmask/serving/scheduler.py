@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,14 +38,14 @@ from unmask.serving.service import (
     Work,
     cut_off_error,
     ending_error,
+    overloaded_error,
 )
 from unmask.serving.side_work import Job, SideWork
 from unmask.serving.submission import Deliveries, Entry, Events, Submission, hand_over
 
 logger = logging.getLogger(__name__)
 RECENT = 64
-"""Sequences over whose ends the throughput is measured."""
-LONGEST_RETRY = 300  # seconds
+"""Rounds of steps over which the throughput is measured."""
 LAST_STEP = 10  # seconds that the engine has at the end for the step that it is in
 ASIDE_AT_ONCE, SEARCHES_AT_ONCE = 2, 4
 MOST_WAITING = 64  # of each of these and each owner
@@ -87,11 +86,9 @@ class Scheduler:
         self.metrics = metrics or Metrics()
         self.on_end: Callable[[], None] = lambda: None
         make_engine = partial(Engine, batch_size=batch_size, max_batch_tokens=max_batch_tokens)
-        self._ends: deque[float] = deque([monotonic()], maxlen=RECENT)  # when recent sequences ended
         parents = {**dict.fromkeys(models), **dict.fromkeys(adapters or {}, next(iter(models)))}
         self.models = {
-            name: ModelEngine(lm, name, parents[name], make_engine, self.metrics, self._ends)
-            for name, lm in {**models, **(adapters or {})}.items()
+            name: ModelEngine(lm, name, parents[name], make_engine, self.metrics) for name, lm in {**models, **(adapters or {})}.items()
         }
         self._aside, self._searches = SideWork(ASIDE_AT_ONCE, MOST_WAITING), SideWork(SEARCHES_AT_ONCE, MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="unmask-engine", daemon=True)
@@ -101,6 +98,7 @@ class Scheduler:
         self._open: set[Submission] = set()
         self._stopping = False
         self._again: deque[Entry] = deque()  # which run one by one, before all others; the engines' thread owns it
+        self._pace = 0.0, 0.0, False  # of recent rounds: their seconds, the steps that sequences made in them, whether others waited
         self.metrics.queue_length.set_function(self._queue.__len__)
         self.metrics.running.set_function(lambda: self._num_running)
 
@@ -162,7 +160,7 @@ class Scheduler:
             submission = Submission(model, work, version, timeout, since, self._forget, prepared=weights is not None)
             for index, each in enumerate(work):
                 watched = Watched(each.request, self.models[model].lm.mask_token_id) if each.frames else None
-                self._queue.push(Entry(submission, index, watched), owner, priority)
+                self._queue.push(Entry(submission, index, watched, each.request.most_steps), owner, priority)
             self._open.add(submission)
             self._changed.notify()
         return Events(submission)
@@ -212,7 +210,7 @@ class Scheduler:
         with self._changed:
             self._check_stopping()
             if sum((other.model, other.exclusive) == (job.model, job.exclusive) for other in self._jobs) >= self.queue_size:
-                raise self._overloaded(1)
+                raise self._overloaded()
             self._jobs.append(job)
             self._changed.notify()
         return await asyncio.wrap_future(job.done)
@@ -225,25 +223,26 @@ class Scheduler:
         """Refuse what does not fit in the queue: of all that waits, the latest of whoever has most."""
         while (last := self._gives_way(count, owner)) is not None:
             self._withdraw(last)
-            self._deliver([(last, self._overloaded(len(last.work)))])
+            self._deliver([(last, self._overloaded())])
 
     def _gives_way(self, count: int, owner: str) -> Submission | None:
         """What leaves the queue first for so many sequences of an owner; None: they fit. OverloadedError if neither is so."""
         if count > self.queue_size:
             what = f"{count} sequences at once, of {self.queue_size} that may wait"
             raise GenerationError(what, where="n", remedy="Ask for fewer, or start the server with a larger --queue-size")
-        if (excess := len(self._queue) + count - self.queue_size) <= 0:
+        if len(self._queue) + count <= self.queue_size:
             return None
         theirs = self._queue.of(self._queue.longest())
         last = next((entry.submission for entry in reversed(theirs) if not entry.submission.begun), None)
         if last is None or len(theirs) - len(last.work) < len(self._queue.of(owner)) + count:
-            raise self._overloaded(excess)
+            raise self._overloaded()
         return last
 
-    def _overloaded(self, excess: int) -> OverloadedError:
-        pace = (monotonic() - self._ends[0]) / len(self._ends)
-        retry = min(max(math.ceil(excess * pace), 1), LONGEST_RETRY)
-        return OverloadedError("too many requests wait", remedy=f"Try again in {retry} seconds", retry_after=retry)
+    def _overloaded(self) -> OverloadedError:
+        """Tells to come back when what waits now has had its turns: whoever comes before would only wait behind it."""
+        seconds, steps, _ = self._pace
+        waiting = sum(entry.steps_left for entry in self._queue)
+        return overloaded_error("too many requests wait", waiting * seconds / steps if steps else 0.0)
 
     def _forget(self, submission: Submission) -> None:
         """Drop the sequences that nobody waits for any more: the waiting ones now; the running ones are dropped between steps."""
@@ -278,14 +277,29 @@ class Scheduler:
                 self._drop_unwanted()
                 self._do_job()
                 self._admit()
+                began, left, full = monotonic(), self._steps_left, bool(self._queue)
                 for model in [model for model in self.models.values() if model.running]:
                     with self._recovering(model, stepping=True):
                         self._deliver(model.step())
+                self._measure(monotonic() - began, left - self._steps_left, full=full)
         except Exception:  # user code: a model of which no engine can be made any more
             logger.exception("the engine cannot go on")
         finally:
             self._end_all()
             self.on_end()
+
+    @property
+    def _steps_left(self) -> int:
+        """Of all sequences that run, at most."""
+        return sum(entry.steps_left for model in self.models.values() for entry in model.running.values())
+
+    def _measure(self, seconds: float, steps: int, *, full: bool) -> None:
+        """Count a round of steps. A sequence that ends early has come nearer to its end by all that it had left. Rounds in which
+        nothing waited, so that few may have run, count only until there are others."""
+        before, made, were_full = self._pace
+        if full >= were_full:
+            kept = 1 - 1 / RECENT if full == were_full else 0.0
+            self._pace = kept * before + seconds, kept * made + steps, full
 
     def _wait(self) -> bool:
         """Wait until there is something to do; False: the server ends."""

@@ -16,6 +16,7 @@ from unmask.errors import ConfigError
 from unmask.serving.connections import ConnectionLimits, LimitedConnection
 from unmask.serving.scheduler import LAST_STEP
 
+TURNS = 10  # of the event loop, in which it reads what arrived before the end
 SECONDS_FOR_ERRORS = 2  # seconds in which errors reach those whose requests the end of the server cut off
 
 
@@ -48,15 +49,19 @@ class GracefulServer(uvicorn.Server):
             self.on_start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ending = asyncio.create_task(self.engine.stop(self.grace))
-        await super().shutdown(sockets)
-        await ending
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        answering = asyncio.create_task(super().shutdown(sockets))
+        await asyncio.wait([answering], timeout=self.grace)
+        await self.engine.stop(0)  # not before: requests that are still read or prepared have yet to be submitted
+        await answering
 
 
 def open_port(host: str, port: int) -> socket.socket:
     """A bound address, which accepts no connections until `make_server`'s server runs; port 0: any free one. Raises ConfigError if it
     cannot be bound."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # asyncio sets TCP_NODELAY only where TCP is named
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
@@ -14,6 +15,7 @@ from unmask.generation.remote.protocol import OTHER_WEIGHTS
 from unmask.generation.requests import Request
 
 Result = TypeVar("Result")
+LONGEST_RETRY = 300  # seconds
 
 
 class BetweenSteps(Protocol):
@@ -44,6 +46,12 @@ class OverloadedError(ServiceError):
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, retry_after: int = 1):
         super().__init__(what, where=where, remedy=remedy)
         self.retry_after = retry_after
+
+
+def overloaded_error(what: str, seconds: float) -> OverloadedError:
+    """The error of a request for which there is no room until about so many seconds are over."""
+    retry = min(max(math.ceil(seconds), 1), LONGEST_RETRY)
+    return OverloadedError(what, remedy=f"Try again in {retry} second{'s' * (retry > 1)}", retry_after=retry)
 
 
 class OtherWeightsError(ServiceError):

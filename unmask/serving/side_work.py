@@ -8,12 +8,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from unmask.serving.fair_queue import FairQueue
-from unmask.serving.service import OverloadedError, Result
+from unmask.serving.service import Result, overloaded_error
 
-RETRY_AFTER = 5  # seconds
+RECENT = 10
+"""Functions over which the time of one is measured."""
 
 
 @dataclass(eq=False)
@@ -41,6 +43,7 @@ class Turn:
     function: Callable[[], Any]
     owner: str
     answer: asyncio.Future[Any]
+    began: float = 0.0
 
 
 class SideWork:
@@ -58,12 +61,12 @@ class SideWork:
         self.at_once, self.waiting = at_once, waiting
         self._queue: FairQueue[Turn] = FairQueue()
         self._running: list[Turn] = []
+        self._seconds = 1.0  # of a function; at first a guess
 
     async def run(self, function: Callable[[], Result], owner: str) -> Result:
         """The result of a function, or its error. OverloadedError if too many wait."""
         if len(self._queue.of(owner)) >= self.waiting:
-            remedy = f"Try again in {RETRY_AFTER} seconds"
-            raise OverloadedError("too many requests of this client are prepared", remedy=remedy, retry_after=RETRY_AFTER)
+            raise overloaded_error("too many requests of this client are prepared", len(self._queue.of(owner)) * self._seconds)
         turn = Turn(function, owner, asyncio.get_running_loop().create_future())
         self._queue.push(turn, owner)
         self._begin()
@@ -84,6 +87,7 @@ class SideWork:
             if (turn := self._queue.pop(self._may_run)) is None:
                 return
             self._running.append(turn)
+            turn.began = monotonic()
             threading.Thread(target=self._run, args=(turn, turn.answer.get_loop()), name="unmask-side-work", daemon=True).start()
 
     def _may_run(self, turn: Turn) -> bool:
@@ -101,6 +105,7 @@ class SideWork:
 
     def _end(self, turn: Turn, result: Any, error: Exception | None) -> None:
         self._running.remove(turn)
+        self._seconds += (monotonic() - turn.began - self._seconds) / RECENT
         if not turn.answer.done():
             turn.answer.set_result(result) if error is None else turn.answer.set_exception(error)
         self._begin()

@@ -135,6 +135,7 @@ class Entry:
     submission: Submission
     index: int  # in the submission
     watched: Watched | None
+    steps_left: int = 0  # at most
     seen: bool = False  # whether its first frame has been made
     alone: bool = False  # whether it runs by itself, as a step with others has failed
 

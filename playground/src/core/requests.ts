@@ -11,7 +11,7 @@ export interface ApiRequest {
 }
 
 /** The request of one of the two decodings. Raises SettingError for a setup that cannot be sent. */
-export function makeRequest(setup: Setup, which: 0 | 1, model: Model, turns: Message[]): ApiRequest {
+export function makeRequest(setup: Setup, which: 0 | 1, model: Model): ApiRequest {
   const decoding = setup.decodings[which];
   const { maxTokens, seed } = setup.shared;
   const body: Record<string, unknown> = {
@@ -24,7 +24,7 @@ export function makeRequest(setup: Setup, which: 0 | 1, model: Model, turns: Mes
   if (setup.mode === "chat") {
     if (!setup.prompt.trim()) throw new SettingError("Write a message first.");
     const system: Message[] = setup.system ? [{ role: "system", content: setup.system }] : [];
-    const messages: Message[] = [...system, ...turns, { role: "user", content: setup.prompt }];
+    const messages: Message[] = [...system, ...setup.turns, { role: "user", content: setup.prompt }];
     return { path: "v1/chat/completions", body: { ...body, messages, max_completion_tokens: maxTokens } };
   }
   if (setup.mode === "completion") {

@@ -1,5 +1,6 @@
-/** What a link says: the mode, its text, the model and the settings, in the fragment, which browsers do not send to the server. */
+/** What a link says: the mode, its text or conversation, the model and the settings, in the fragment, which browsers do not send to the server. */
 
+import type { Message } from "../wire/types";
 import { AGAIN, CONSTRAINTS, DECODING, type Decoding, NUMBERS, POLICIES, RULES, SHARED, type Shared } from "./settings";
 
 export const MODES = { chat: "Chat", completion: "Completion", infill: "Infill" } as const;
@@ -12,6 +13,8 @@ export interface Setup {
   model: string;
   prompt: string;
   system: string;
+  /** Of the chat, before the prompt. */
+  turns: Message[];
   document: string;
   compare: boolean;
   shared: Shared;
@@ -23,6 +26,7 @@ export const SETUP: Setup = {
   model: "",
   prompt: "",
   system: "",
+  turns: [],
   document: "",
   compare: false,
   shared: SHARED,
@@ -30,7 +34,7 @@ export const SETUP: Setup = {
 };
 
 /** The setup as a fragment without `#`; what has its default is left out. */
-export function toFragment({ mode, shared, decodings, ...others }: Setup): string {
+export function toFragment({ mode, shared, decodings, turns, ...others }: Setup): string {
   const fields = new URLSearchParams({ mode });
   const put = <T extends object>(prefix: string, values: T, defaults: T) => {
     for (const name of Object.keys(values) as (string & keyof T)[]) {
@@ -39,6 +43,7 @@ export function toFragment({ mode, shared, decodings, ...others }: Setup): strin
   };
   const { model, prompt, system, document, compare } = SETUP;
   put("", others, { model, prompt, system, document, compare });
+  if (mode === "chat" && turns.length) fields.set("turns", JSON.stringify(turns));
   put("", shared, SHARED);
   put("a.", decodings[0], SETUP.decodings[0]);
   if (others.compare) put("b.", decodings[1], SETUP.decodings[1]);
@@ -71,6 +76,17 @@ const CHOICES: Record<string, object> = {
   constraint: CONSTRAINTS,
 };
 
+/** The turns that a text means; none if it means something else. */
+function turnsOf(text: string): Message[] {
+  try {
+    const turns: Message[] = JSON.parse(text);
+    const ours = turns.every(({ role, content }) => /^(user|assistant)$/.test(role) && typeof content === "string");
+    return ours ? turns.map(({ role, content }) => ({ role, content })) : [];
+  } catch {
+    return [];
+  }
+}
+
 /** The value that a text means for a setting. */
 function meaningOf(name: string, text: string | null, otherwise: unknown): unknown {
   if (text === null) return otherwise;
@@ -79,6 +95,7 @@ function meaningOf(name: string, text: string | null, otherwise: unknown): unkno
     const value = text === "" ? Number.NaN : Number(text);
     return value >= min && value <= max && (step < 1 || Number.isInteger(value)) ? value : otherwise;
   }
+  if (name === "turns") return turnsOf(text);
   if (name in CHOICES) return Object.hasOwn(CHOICES[name] ?? {}, text) ? text : otherwise;
   return typeof otherwise === "boolean" ? text === "true" : text;
 }

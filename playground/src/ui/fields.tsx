@@ -1,7 +1,7 @@
 /** Labelled inputs. */
 
 import type { ComponentChildren } from "preact";
-import { useId } from "preact/hooks";
+import { useId, useState } from "preact/hooks";
 
 interface NumberFieldProps {
   label: string;
@@ -14,13 +14,17 @@ interface NumberFieldProps {
   children?: ComponentChildren;
 }
 
-/** A number; what is out of range is not taken over. */
+/** A number; what is out of range is not taken over, which the field says. */
 export function NumberField({ label, value, min, max, step = 1, hint, onChange, children }: NumberFieldProps) {
   const id = useId();
-  const take = (input: HTMLInputElement) => {
-    const number = input.valueAsNumber;
-    if (number >= min && number <= max) onChange(number);
+  const [refused, setRefused] = useState<number | null>(null); // the value that stays
+  const take = (number: number) => {
+    const valid = number >= min && number <= max && (step < 1 || Number.isInteger(number));
+    setRefused(valid ? null : value);
+    if (valid) onChange(number);
   };
+  const range = `${min.toLocaleString("en")} to ${max.toLocaleString("en")}`;
+  const said = refused === value ? `A ${step < 1 ? "" : "whole "}number from ${range}. It stays ${value}.` : hint;
   return (
     <div class="field">
       <label for={id}>{label}</label>
@@ -33,17 +37,18 @@ export function NumberField({ label, value, min, max, step = 1, hint, onChange, 
           min={min}
           max={max}
           step={step}
-          aria-describedby={hint ? `${id}-hint` : undefined}
-          onInput={(event) => take(event.currentTarget)}
+          aria-invalid={refused === value ? "true" : undefined}
+          aria-describedby={said ? `${id}-hint` : undefined}
+          onInput={(event) => take(event.currentTarget.valueAsNumber)}
           onBlur={(event) => {
             event.currentTarget.value = String(value);
           }}
         />
         {children}
       </span>
-      {hint && (
-        <small id={`${id}-hint`} class="hint">
-          {hint}
+      {said && (
+        <small id={`${id}-hint`} class={refused === value ? "hint error-hint" : "hint"} aria-live="polite">
+          {said}
         </small>
       )}
     </div>
@@ -124,7 +129,7 @@ interface SelectProps<T extends string> {
 export function Select<T extends string>({ label, value, options, disabled, onChange }: SelectProps<T>) {
   const id = useId();
   return (
-    <div class="field">
+    <div class="field of-words">
       <label for={id}>{label}</label>
       <span class="field-input">
         <select

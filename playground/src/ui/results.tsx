@@ -27,6 +27,13 @@ export function Results({ runs, player, length, colour, onColour }: Props) {
   const stages = useRef<HTMLDivElement>(null);
   // biome-ignore lint/correctness/useExhaustiveDependencies: a new run is looked at, wherever the page was scrolled to
   useEffect(() => stages.current?.scrollIntoView?.({ block: "nearest" }), [first]);
+  if (first && !recordings.length && runs.every((run) => run.status === "failed" && run.error === first.error)) {
+    return (
+      <p class="problem" role="alert">
+        {first.error}
+      </p>
+    );
+  }
   return (
     <>
       <div class="view-options">

@@ -38,15 +38,19 @@ export function Stage({ letter, run, at, colour, differing }: StageProps) {
           letter={letter}
         />
       ) : (
-        <p class="stage-waiting">{run.active ? "Waiting for the first frame." : ""}</p>
+        run.active && <p class="stage-waiting">Waiting for the first frame.</p>
       )}
       {run.status === "failed" && (
         <p class="problem" role="alert">
           {run.error}
         </p>
       )}
-      {run.status === "cancelled" && <p class="note">Cancelled. What had been revealed stays.</p>}
-      <Figures run={run} />
+      {run.status === "cancelled" && (
+        <p class="note">
+          {recording ? "Cancelled. What had been revealed stays." : "Cancelled before the first frame."}
+        </p>
+      )}
+      {(recording || run.active) && <Figures run={run} />}
       {recording?.constrained && <Forbidden recording={recording} end={end} />}
     </article>
   );

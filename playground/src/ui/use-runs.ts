@@ -5,13 +5,13 @@ import { makeRequest } from "../core/requests";
 import { Run } from "../core/run";
 import type { Setup } from "../core/share";
 import { stream } from "../wire/api";
-import type { Message, Model } from "../wire/types";
+import type { Model } from "../wire/types";
 
 export interface Runs {
   runs: Run[];
   running: boolean;
   /** Begin; raises SettingError for a setup that cannot be sent. */
-  start(setup: Setup, model: Model, turns: Message[], key: string): Promise<Run[]>;
+  start(setup: Setup, model: Model, key: string): Promise<Run[]>;
   cancel(): void;
   clear(): void;
 }
@@ -39,9 +39,9 @@ export function useRuns(): Runs {
   );
 
   const start = useCallback(
-    async (setup: Setup, model: Model, turns: Message[], key: string) => {
+    async (setup: Setup, model: Model, key: string) => {
       const which = setup.compare ? ([0, 1] as const) : ([0] as const);
-      const requests = which.map((index) => makeRequest(setup, index, model, turns));
+      const requests = which.map((index) => makeRequest(setup, index, model));
       const begun = requests.map(({ body }, index) => new Run(model.id, setup.decodings[index === 0 ? 0 : 1], body));
       const controller = new AbortController();
       abort.current?.abort();

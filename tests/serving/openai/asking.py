@@ -26,10 +26,10 @@ def client_of(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost/v1")
 
 
-async def post(app: ASGIApp, path: str, body: Any) -> httpx.Response:
+async def post(app: ASGIApp, path: str, body: Any, kind: str | None = "application/json") -> httpx.Response:
     async with client_of(app) as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await client.post(path, content=content, headers={"content-type": "application/json"})
+        return await client.post(path, content=content, headers={"content-type": kind} if kind else {})
 
 
 def get(scheduler: Scheduler, path: str) -> httpx.Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 
 import pydantic
 import pytest
@@ -12,7 +13,9 @@ import pytest
 from tests.serving.models import make_model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, post
 from tests.serving.servers import running
+from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.serving.errors import error_of
 from unmask.serving.limits import Limits
 from unmask.serving.openai import plans
 from unmask.serving.openai.json_text import to_json
@@ -50,7 +53,7 @@ REFUSED = [
     ("chat/completions", CHAT | {"top_p": 0}, "top_p", "greater than 0"),
     ("chat/completions", CHAT | {"n": 17}, "n", "exceeds the server's limit of 16"),
     ("chat/completions", CHAT | {"max_tokens": 5000}, "max_tokens", "exceeds the server's limit of 4,096"),
-    ("chat/completions", CHAT | {"max_tokens": 3000}, "prompt", "exceed the context"),
+    ("chat/completions", CHAT | {"max_tokens": 3000}, "messages", "Shorten the prompt or lower max_tokens"),
     ("chat/completions", CHAT | {"stop": [""]}, "stop.0", "at least 1"),
     ("chat/completions", CHAT | {"stop": ""}, "stop", "at least 1"),
     ("chat/completions", CHAT | {"stop": ["b" * 257]}, "stop.0", "at most 256"),
@@ -127,6 +130,46 @@ def test_what_is_refused(path, body, param, message, service):
     assert message in error["message"] and error["param"] == param, error
 
 
+OTHER_NAMES = [
+    ("chat/completions", CHAT | {"max_tokens": 5000}, "max_tokens: 5,000 exceeds"),
+    ("chat/completions", {**CHAT, "max_tokens": None, "max_completion_tokens": 5000}, "max_completion_tokens: 5,000 exceeds"),
+    ("chat/completions", CHAT | {"max_tokens": None, "max_completion_tokens": 3000}, "lower max_completion_tokens."),
+    ("chat/completions", CHAT | {"max_tokens": 3000}, "messages: "),
+    ("chat/completions", CHAT | {"response_format": FORMAT, "max_tokens": 1}, "response_format: no text that meets it has 1 token"),
+    ("chat/completions", CHAT | {"diffusion": {"steps": 9}}, "diffusion.steps: 9 steps for 4 tokens"),
+    ("chat/completions", CHAT | {"diffusion": {"block_size": 3}}, "diffusion.block_size 3: does not divide"),
+    ("chat/completions", CHAT | {"diffusion": {"steps": 2, "threshold": 0.5}}, "diffusion.threshold: "),
+    ("completions", TEXT | {"diffusion": {"constraint": {"regex": "a{9}"}}}, "the shortest has 9. Set max_tokens to 9 or more"),
+    ("completions", TEXT | {"prompt": ["a", "b" * 3000], "n": 2}, "prompt 1: "),
+    ("completions", TEXT | {"prompt": "b" * 3000, "n": 2}, "prompt: "),
+    ("completions", TEXT | {"suffix": "b" * 3000}, "prompt: "),
+    ("infill", {"text": "b" * 3000 + "<|mask|>"}, "text: "),
+    ("infill", {"text": "ab"}, "text: has no mask token. Write <|mask|> for every token to fill in, or <gap> for a gap."),
+    ("infill", {"segments": ["b" * 3000, ""], "lengths": [1]}, "segments: "),
+    ("fim/completions", TEXT | {"max_tokens": 5000, "suffix": "b"}, "max_tokens: 5,000 exceeds"),
+]
+INTERNAL = re.compile(r"max_new_tokens|top_log_probs|length=|--|unmask\.\w+|(?<!diffusion\.)\b(?:block_size|steps):")
+
+
+@pytest.mark.parametrize("path, body, message", OTHER_NAMES)
+def test_an_error_has_the_names_of_the_api(path, body, message, service):
+    error = ask(service(), path, **body).json()["error"]
+    assert message in error["message"] and not INTERNAL.search(error["message"]), error
+    assert message.startswith(("lower", "the shortest")) or error["message"].split(":")[0].split(" ")[0] == error["param"], error
+
+
+def test_a_location_within_a_schema_is_left_as_it_is():
+    error = GenerationError("is wrong", where="tools.0.function.parameters.properties.text", remedy="Use max_tokens")
+    assert error_of(error, CHAT)[1]["error"]["message"] == "tools.0.function.parameters.properties.text: is wrong. Use max_tokens."
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+@pytest.mark.parametrize("content", [b'{"prompt": "a"}', b"[]", b"{"])
+def test_a_body_that_is_not_said_to_be_json_is_told_so(content, kind, service):
+    error = asyncio.run(post(app_of(service()), "completions", content, kind)).json()["error"]
+    assert "Content-Type: application/json" in error["message"] and error["param"] is None
+
+
 NEUTRAL = {"frequency_penalty": 0, "presence_penalty": 0.0, "store": False, "service_tier": "auto", "modalities": ["text"], "stop": None}
 
 
@@ -140,7 +183,16 @@ def test_what_changes_nothing_is_accepted(service):
 
 @pytest.mark.parametrize(
     "body, message",
-    [(b"{", "not JSON"), (b"[]", "valid dictionary"), (b"", ""), (b'"\\ud800"', ""), (b"\xff", ""), (b"[" * 100_000, ""), (b"null", "")],
+    [
+        (b"{", "is not JSON: "),
+        (b"[]", "not a JSON object"),
+        (b"3", "not a JSON object"),
+        (b"", "is empty"),
+        (b"\xff", "not JSON in UTF-8"),
+        (b'"\\ud800"', ""),
+        (b"[" * 100_000, ""),
+        (b"null", ""),
+    ],
 )
 def test_a_body_that_is_no_request(body, message, service):
     response = asyncio.run(post(app_of(service()), "completions", body))
@@ -217,7 +269,7 @@ def test_the_length_of_a_sequence_is_limited_where_the_model_has_no_longest_cont
     assert ask(service(), path, Limits(length=64), **body).status_code == 200
     monkeypatch.setattr(DiffusionLM, "context_length", None)
     response = ask(service(), path, Limits(length=64), **body)
-    assert response.status_code == 400 and response.json()["error"]["param"] == "prompt", response.text
+    assert response.status_code == 400 and response.json()["error"]["param"] in body, response.text
 
 
 FLOODS = [

@@ -193,13 +193,109 @@ def test_a_conversation_has_turns(page: Page, sent: list[dict]) -> None:
     expect(page.get_by_label("Conversation")).to_have_count(0)
 
 
-def test_errors_of_the_server_are_shown(page: Page, sent: list[dict]) -> None:
-    page.get_by_label("Steps", exact=True).check(force=True)
-    page.get_by_label("Steps in all").fill("500")
+def test_a_link_of_a_chat_has_the_conversation(page: Page, sent: list[dict]) -> None:
+    page.get_by_role("button", name="Chat").click()
+    page.get_by_label("Tokens", exact=True).fill("8")
+    for message in ("What is a lens", "And then"):
+        page.get_by_label("Message").fill(message)
+        page.get_by_role("button", name="Send").click()
+        expect(page.get_by_label("Conversation")).to_contain_text(message)
+        finish(page)
+    page.get_by_role("button", name="Share link").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    link = page.evaluate("navigator.clipboard.readText()")
+    page.goto("about:blank")
+    page.goto(link)
+    expect(page.get_by_label("Conversation").locator("li")).to_have_count(2)
+    assert page.get_by_label("Message").input_value() == "And then"
+    page.get_by_role("button", name="Send").click()
+    finish(page)
+    assert sent[2] == sent[1]
+    page.get_by_label("Message").fill("A draft")
+    page.get_by_role("button", name="Share link").click()
+    page.reload()
+    expect(page.get_by_label("Conversation").locator("li")).to_have_count(4)
+    assert page.get_by_label("Message").input_value() == "A draft"
+    page.get_by_role("button", name="Infill").click()
+    page.get_by_role("button", name="Share link").click()
+    assert "lens" not in page.url
+
+
+def ask_for_too_many_steps(page: Page, *, last: int = 0) -> None:
+    for which in range(last + 1):
+        page.get_by_label("Steps", exact=True).nth(which).check(force=True)
+        page.get_by_label("Steps in all").nth(which).fill("500")
     page.get_by_label("Prompt").fill(BEGINNING)
     with page.expect_response("**/v1/completions"):
         page.get_by_role("button", name="Complete").click()
+
+
+def test_errors_of_the_server_are_shown_alone(page: Page) -> None:
+    """Without the figures of an answer that does not exist."""
+    ask_for_too_many_steps(page)
     expect(page.get_by_role("alert")).to_contain_text("500 steps for 64 tokens")
+    expect(page.locator(".figures, .stage-waiting, .legend")).to_have_count(0)
+
+
+def test_of_two_settings_that_fail_alike_the_error_is_shown_once(page: Page) -> None:
+    page.get_by_label("Compare two settings").check()
+    ask_for_too_many_steps(page, last=1)
+    expect(page.get_by_role("status").filter(has_text="Failed. Failed.")).to_have_count(1)
+    expect(page.get_by_role("alert")).to_have_count(1)
+    page.get_by_label("Threshold").nth(1).check(force=True)
+    page.get_by_role("button", name="Complete").click()
+    expect(page.get_by_role("status").filter(has_text="Failed. Done")).to_have_count(1)
+    expect(page.get_by_label("Run A").get_by_role("alert")).to_have_count(1)
+    expect(page.locator(".figures")).to_have_count(1)
+
+
+@pytest.mark.parametrize("typed", ["-5", "0", "9000", "1.5", ""])
+def test_a_number_that_is_not_taken_is_said(typed: str, page: Page, sent: list[dict]) -> None:
+    tokens = page.get_by_label("Tokens", exact=True)
+    tokens.fill("16")
+    tokens.fill(typed)
+    tokens.blur()
+    expect(page.get_by_text("A whole number from 1 to 8,192. It stays 16.")).to_be_visible()
+    assert tokens.input_value() == "16" and tokens.get_attribute("aria-invalid") == "true" and axe(page) == []
+    complete(page)
+    assert sent[0]["max_tokens"] == 16
+    tokens.fill("8")
+    expect(page.get_by_text("It stays")).to_have_count(0)
+
+
+CUT = """select => {
+    const copy = document.createElement('select');
+    copy.append(select.selectedOptions[0].cloneNode(true));
+    copy.style.cssText = 'width: max-content; position: absolute';
+    select.parentElement.append(copy);
+    const needed = copy.getBoundingClientRect().width;
+    copy.remove();
+    return needed - select.getBoundingClientRect().width;
+}"""
+"""By how many pixels a select is narrower than what it shows."""
+
+
+@pytest.mark.parametrize("width, height", [(320, 640), (390, 844), (700, 900), (1280, 900)])
+def test_nothing_is_cut_off_and_the_message_is_on_the_first_screen(width: int, height: int, chromium: Browser) -> None:
+    other = "organisation/another-model-with-a-long-name-8B"
+    with served(reciting(), more={other: reciting()}) as address:
+        page = chromium.new_page(viewport={"width": width, "height": height})
+        page.goto(address)
+        for name in ("tiny", other):
+            page.locator(".model select").select_option(name)
+            for part in (".model select", ".model small"):
+                box = page.locator(part).bounding_box()
+                assert box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width
+            assert page.locator(".model small").evaluate("small => small.scrollWidth <= small.clientWidth + 1")
+            message = page.get_by_label("Message").bounding_box()
+            assert message is not None and message["y"] + message["height"] <= height
+        if width < 1000:
+            page.get_by_role("button", name="Settings").click()
+        for choice in ("nothing", "improbable when revealed"):
+            page.get_by_label("Hide again").select_option(choice)
+            assert page.get_by_label("Hide again").evaluate(CUT) <= 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.close()
 
 
 def test_a_key_is_kept_for_the_tab_and_is_in_no_link(page: Page) -> None:

@@ -52,6 +52,7 @@ class LocalPool:
     pool: Pool
     weights: SharedWeights
     workers: list[LocalWorker]
+    front: GracefulServer
 
 
 class Standing:
@@ -67,7 +68,9 @@ class Standing:
 
 
 @contextmanager
-def serving_locally(lms: Sequence[DiffusionLM], settings: AppSettings | None = None, **scheduling: Any) -> Iterator[LocalPool]:
+def serving_locally(
+    lms: Sequence[DiffusionLM], settings: AppSettings | None = None, *, grace: float = 0, **scheduling: Any
+) -> Iterator[LocalPool]:
     """A server with a worker for each of these models, which nothing else uses meanwhile."""
     settings, pool = settings or AppSettings(), Pool(len(lms))
     weights, workers = SharedWeights(pool.workers), []
@@ -79,6 +82,6 @@ def serving_locally(lms: Sequence[DiffusionLM], settings: AppSettings | None = N
             stack.enter_context(listening(workers[-1].server, listener))
             worker.join(workers[-1].path)
             worker.live = True
-        front = make_server(make_front(pool, weights, settings, FrontMetrics(pool)), Standing(pool), grace=0)
+        front = make_server(make_front(pool, weights, settings, FrontMetrics(pool)), Standing(pool), grace=grace)
         stack.enter_context(listening(front, port))
-        yield LocalPool(f"http://127.0.0.1:{port.getsockname()[1]}", pool, weights, workers)
+        yield LocalPool(f"http://127.0.0.1:{port.getsockname()[1]}", pool, weights, workers, front)

@@ -200,6 +200,8 @@ def test_a_worker_that_is_lost_in_a_stream_is_its_last_event(stalled: threading.
         none_left = complete(local.url)
         assert (none_left.status_code, none_left.headers["retry-after"]) == (503, "5")
         assert none_left.json()["error"]["message"] == "no worker is ready. Try again in 5 seconds."
+        local.pool.start_seconds = 40.2  # that of a large model
+        assert complete(local.url).headers["retry-after"] == "41"
         stalled.release(1000)
 
 

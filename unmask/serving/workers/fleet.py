@@ -75,10 +75,12 @@ class Fleet:
 
     async def _begin(self, worker: Worker) -> None:
         """Start a worker, which then takes requests."""
+        began = monotonic()
         process = await start_worker(self.served, *self._environments[worker.number])
         self._processes[worker], worker.end = process, process.kill
         worker.join(process.socket)
         await self.weights.catch_up(worker)
+        self.pool.start_seconds = monotonic() - began
 
     async def _keep(self, worker: Worker) -> None:
         """Start a worker again whenever it has ended."""

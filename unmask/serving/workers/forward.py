@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -22,7 +23,7 @@ OWNER = "x-unmask-owner"
 EVENTS = "text/event-stream"
 OF_CONNECTION = ("connection", "content-length", "date", "keep-alive", "transfer-encoding")
 """Headers of an answer that the connection to the client has anew."""
-RETRY_AFTER = 5  # seconds
+SOONEST_RETRY = 5  # seconds
 
 
 class Forward:
@@ -45,8 +46,10 @@ class Forward:
             with worker.busy():
                 if await self._ask(worker, scope, body, send):
                     return
-        error = ending_error() if self.pool.stopping else NoWorkerError("no worker is ready", remedy=f"Try again in {RETRY_AFTER} seconds")
-        await _fail(send, error)
+        if self.pool.stopping:
+            return await _fail(send, ending_error())
+        seconds = max(math.ceil(self.pool.start_seconds), SOONEST_RETRY)
+        await _fail(send, NoWorkerError("no worker is ready", remedy=f"Try again in {seconds} seconds"), retry_after=seconds)
 
     async def _ask(self, worker: Worker, scope: Scope, body: bytes, send: Send) -> bool:
         """Whether a worker could be asked. If so, its answer or an error has been sent."""
@@ -110,13 +113,13 @@ async def _send_whole(send: Send, answer: httpx.Response, content: bytes) -> Non
     await send({"type": "http.response.body", "body": content})
 
 
-async def _fail(send: Send, error: ServiceError, *, begun: bool = False) -> None:
+async def _fail(send: Send, error: ServiceError, *, begun: bool = False, retry_after: int | None = None) -> None:
     """Answer with an error; `begun`: as the last event of a stream."""
     if begun:
         event = f"data: {json.dumps(error_body(str(error), error.status))}\n\n"
         await send({"type": "http.response.body", "body": event.encode()})
     else:
-        headers = {"Retry-After": str(RETRY_AFTER)} if isinstance(error, NoWorkerError) else {}
+        headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
         answer = error_response(str(error), error.status, **headers)
         await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
         await send({"type": "http.response.body", "body": answer.body})

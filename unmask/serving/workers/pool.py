@@ -82,11 +82,13 @@ class Pool:
 
     Attributes:
         stopping: whether the server ends.
+        start_seconds: how long the start of a worker took last.
     """
 
     def __init__(self, count: int):
         self.workers = tuple(Worker(number) for number in range(count))
         self.stopping = False
+        self.start_seconds = 0.0
         self._sent = itertools.count(1)
 
     @property
