@@ -202,7 +202,7 @@ def give_words(words: list[str], *, run: bool) -> None:
     elif name == "curl":
         send(words)
     elif name == "pip":
-        extras = re.findall(r"unmask\[([\w,]+)\]", " ".join(words))[0].split(",")
+        extras = re.findall(r"(?:unmask|\.)\[([\w,]+)\]", " ".join(words))[0].split(",")
         declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.M)
         assert set(extras) <= set(declared)
     else:

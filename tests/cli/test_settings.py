@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from unmask.cli import app
-from unmask.cli.settings import as_lines, groups_of_help
+from unmask.cli.settings import MOST_SET, MOST_SET_OF_GRPO, as_lines, groups_of_help
 from unmask.commands.settings.listing import settings_of_verb
 from unmask.commands.verbs import VERBS
 
@@ -31,6 +31,14 @@ def test_help_shows_the_settings_of_the_verb_and_where_the_others_are(verb: str)
     assert set(names) <= shown and {"sampler.steps", "lora.r", "data.max_rows", "model.path"} <= shown
     assert "weight_decay" not in result.stdout and f"unmask config {verb}" in result.stdout
     assert {"memory and speed", "data", "model", "sampler", "lora"} <= groups.keys()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_begins_with_the_ten_settings_that_most_runs_set(verb: str) -> None:
+    lines = [line.strip().split("  ")[0] for line in run(verb, "--help").stdout.splitlines()]
+    first = [line for line in lines[: next(at for at, line in enumerate(lines) if "Arguments" in line)] if line.startswith("--")]
+    names = MOST_SET_OF_GRPO if verb == "grpo" else MOST_SET
+    assert first == [f"--{name.replace('_', '-')}" for name in names] and len(first) == 10
 
 
 def test_help_of_reinforcement_learning_has_the_groups_of_its_settings() -> None:

@@ -29,6 +29,11 @@ MODES = [None, "speed", "balanced", "memory"]
 MEMORY = ["lora", "bfloat16", "offload"]
 CONVERSIONS = sorted(path.stem for path in (RECIPES / "conversion").glob("*.yaml"))
 PREFERENCES = sorted(path.stem for path in (RECIPES / "preference").glob("*.yaml"))
+OCAML_TESTS = """
+let assertions =
+  (assert ((f (1)) = (2)));
+  (assert ((f (2)) = (3)));
+"""
 TASKS = ["sudoku", "countdown", "gsm8k", "math500", "code-python", "code-ocaml", "code-ocaml-causal"]
 HERE = {
     **{"model.device": "cpu", "training.use_cpu": True, "training.torch_compile": False, "training.dataloader_pin_memory": False},
@@ -64,7 +69,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "gsm8k": [{"question": "1 + 1?", "answer": "#### 2"}] * 8,
         "math500": [{"problem": "1 + 1?", "solution": "2", "answer": "2"}] * 8,
         "mbpp": [{"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "task_id": 1}] * 8,
-        "ocaml": [{"prompt": "let f (n : int) : int =", "tests": "\nlet assertions =\n  (assert ((f 1) = 1))"}] * 8,
+        "ocaml": [{"prompt": "let f (n : int) : int =", "tests": OCAML_TESTS}] * 8,
+            {
+                "prompt": "let f (n : int) : int =",
+                "tests": "\nlet assertions =\n  (assert ((f 1) = 2);\n   assert ((f 2) = 3);\n   assert ((f 5) = 6))",
+            }
+        ]
+        * 8,
     }
     for name, some in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

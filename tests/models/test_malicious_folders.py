@@ -153,13 +153,13 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         lambda path: change(path, "tokenizer_config.json", pad_token=None, eos_token=None),
         None,
     ),
-    "a config nested without end": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "model config"),
+    "a config nested without end": (lambda path: (path / "config.json").write_text('{"a":' * 10**5), "config.json is incomplete"),
     "a config of nulls": (lambda path: change(path, model_type=None, architectures=None), "model config"),
     "settings that are a list": (lambda path: change(path, unmask=[1]), "'unmask' is not an object"),
     "settings of wrong types": (lambda path: change(path, unmask={"attention": {}, "block_size": "x"}), "unknown attention pattern"),
     "end tokens that are objects": (lambda path: change(path, unmask={"eos_token_ids": {"a": []}}), "eos_token_ids|cannot use"),
     "a tokenizer of nothing": (lambda path: (path / "tokenizer.json").write_text("{}"), "no usable tokenizer"),
-    "a tokenizer nested without end": (lambda path: (path / "tokenizer.json").write_text("[" * 10**5), "no usable tokenizer"),
+    "a tokenizer nested without end": (lambda path: (path / "tokenizer.json").write_text("[" * 10**5), "tokenizer.json is incomplete"),
     "a tokenizer config that is a list": (lambda path: (path / "tokenizer_config.json").write_text("[1]"), "no usable tokenizer"),
     "special tokens that are numbers": (
         lambda path: change(path, "tokenizer_config.json", mask_token=5, eos_token={"a": 1}, extra_special_tokens=7),
@@ -173,9 +173,9 @@ FOLDERS: dict[str, tuple[Break, str | None]] = {
         "is not a file",
     ),
     "a generation config of wrong types": (lambda path: change(path, "generation_config.json", eos_token_id={"a": {}}), None),
-    "weights that are a pickle": (lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))), "cannot load the weights"),
+    "weights that are a pickle": (lambda path: (path / SAFE).write_bytes(pickle.dumps(Payload(path / "ran"))), "no safetensors file"),
     "weights that overlap": (overlapping, "cannot load the weights"),
-    "weights with a header without end": (lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"), "cannot load the weights"),
+    "weights with a header without end": (lambda path: (path / SAFE).write_bytes(b"\xff" * 7 + b"\x00" + b"{}"), "no safetensors file"),
 }
 
 

@@ -140,9 +140,9 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
         "layers": "another architecture",
         "tied": "one of the two has a head of its own",
         "family": "model_type is 'gpt2' and not 'phi'",
-        "torn": "cannot load the weights",
+        "torn": "model.safetensors is incomplete",
         "pickled": "its weights are pickled (pytorch_model.bin)",
-        "empty": "cannot load a model config",
+        "empty": "is a folder, and has no config.json",
     }
     for name, error in refused.items():
         answer = post(name, name)

@@ -20,6 +20,15 @@ from unmask.redaction import shown
 
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""
+MOST_SET = (
+    *("learning_rate", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "max_length"),
+    *("logging_steps", "save_steps", "eval_strategy", "seed"),
+)
+MOST_SET_OF_GRPO = (
+    *("method", "learning_rate", "max_steps", "num_generations", "per_device_train_batch_size", "max_completion_length", "steps"),
+    *("beta", "logging_steps", "save_steps"),
+)
+"""The ten settings with which help begins."""
 IN_PIPE = 10_000
 """The width of lines that are not for a terminal, so that each setting is one."""
 MIN_TEXT = 30
@@ -40,6 +49,14 @@ def as_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
         if not beside or not wrapped:
             yield head.rstrip()
         yield from wrapped
+
+
+def most_set(verb: str) -> str:
+    """The settings that most runs set, as options with their defaults, in lines."""
+    known = {setting.name: setting for setting in settings_of_verb(verb) if setting.key.startswith("training.")}
+    names = MOST_SET_OF_GRPO if verb == "grpo" else MOST_SET
+    rows = [(f"--{name.replace('_', '-')}", known[name].shown_default, known[name].summary) for name in names]
+    return "\n".join(as_lines(rows, shutil.get_terminal_size().columns - 2))
 
 
 def show_help(verb: str) -> None:

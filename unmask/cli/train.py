@@ -22,7 +22,7 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
-from unmask.cli.settings import show_help
+from unmask.cli.settings import most_set, show_help
 from unmask.cli.threads import choose_threads
 from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
@@ -52,8 +52,11 @@ class TrainingCommand(TyperCommand):
         return super().parse_args(ctx, [*options, "--", *settings] if settings else options)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
+        verb, described = str(ctx.info_name), self.help
+        self.help = f"{described}\n\n\b\n{most_set(verb)}"
         super().format_help(ctx, formatter)
-        show_help(str(ctx.info_name))
+        self.help = described
+        show_help(verb)
 
 
 def split_words(verb: str, args: Sequence[str], is_flag: Mapping[str, bool]) -> tuple[list[str], list[str], dict[str, str]]:

@@ -40,8 +40,11 @@ OF_NEW_MODELS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
 TOKENIZER_SIZES = range(259, 1_000_001)  # from the bytes and special tokens to what memory can be reserved for
-WRITTEN = {"output_dir", "token_cache", "logging_dir", "resume_from_checkpoint"}
-"""The settings of a run that name what it writes."""
+READ = {
+    *("path", "tokenizer", "train", "eval", "chat_template", "data", "likelihood", "include_path", "reference_model"),
+    *("json_schema", "grammar", "against"),
+}
+"""The names of settings, in any section, that name files or folders which a run reads."""
 LOCK_FILE = ".lock"
 """The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
 
@@ -321,17 +324,18 @@ def check_output_folder(
 
 
 def inputs_of(settings: RunConfig) -> list[str]:
-    """The texts among the settings of a run that may name files or folders which it reads, and the files of `file.py:NAME`."""
+    """The files and folders that a run may read: the values of the settings `READ`, and the files of `file.py:NAME`."""
     found = [f"{settings.model.path}/model"]  # of the folder of a run
-    left: list[Any] = [settings.model_dump()]
+    left: list[tuple[str, Any]] = [("", settings.model_dump())]
     while left:
-        value = left.pop()
+        name, value = left.pop()
         if isinstance(value, dict):
-            left += [each for name, each in value.items() if name not in WRITTEN]
+            left += value.items()
         elif isinstance(value, list):
-            left += value
+            left += [(name, each) for each in value]
         elif isinstance(value, str):
-            found += [value, *([value.partition(".py:")[0] + ".py"] if ".py:" in value else [])]
+            found += [value] if name in READ else []
+            found += [value.partition(".py:")[0] + ".py"] if ".py:" in value else []
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
@@ -207,7 +208,7 @@ class ConvertTrainer:
         peft_config: peft.PeftConfig | None = None,
         **rest: Any,
     ):
-        refuse_unknown_arguments(args, rest)
+        refuse_unknown_arguments(args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys())
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")

@@ -37,11 +37,16 @@ class Rows(list[RowType]):
     report: DataReport
 
 
-def print_report(rows: Any, wanted: bool) -> Any:
-    """Prints the report of rows that have one, once, if it is wanted, and warns if few of the rows are left. Returns the rows."""
+def print_report(rows: Any, wanted: bool, *, tables: bool = True) -> Any:
+    """Prints the report of rows that have one, once, if it is wanted, and warns if few of the rows are left. Returns the rows.
+
+    Args:
+        tables: whether the report is printed, besides the warning.
+    """
     if wanted and isinstance(rows, Rows) and not rows.report.shown:
         report = rows.report
-        report.show()
+        if tables:
+            report.show()
         if report.kept < FEW * report.read:
             what = f"{report.where}: only {report.kept:,} of {report.read:,} rows are kept ({report.reasons})"
             warnings.warn(what, UnmaskWarning, stacklevel=2)

@@ -68,7 +68,7 @@ def load_rows(
         dataset = _from_parquet(source, streaming)
     else:
         match = HUB_ID.fullmatch(source)
-        assert match is not None
+        assert match is not None, source
         dataset = _load_dataset(match["name"], match["config"], split, streaming)
     if not streaming and not len(dataset):
         raise _empty(source)
@@ -81,7 +81,9 @@ def check_source(path_or_id: str | os.PathLike[str]) -> None:
     path, kind = Path(source), kind_of(source)
     if not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
         raise DataError("no such file", where=source, remedy=near_path(path))
-    if path.exists() and not path.is_dir() and kind not in SUFFIXES:
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError("is neither a file nor a folder", where=source, remedy="Check the path")
+    if path.is_file() and kind not in SUFFIXES:
         raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
 
 

@@ -141,7 +141,7 @@ class DiffusionTrainer(Trainer):
         if dataset is None:
             return None
         check_dataset(dataset, where, streams=cls.streams)
-        rows = print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
+        rows = print_report(cls.make_rows(lm, args, dataset, where), args.should_save, tables=not args.disable_tqdm)
         if args.show_rows and args.should_save and where == "train_dataset" and rows is not dataset:
             show_rows(lm.tokenizer, rows, args.show_rows)
         return rows
