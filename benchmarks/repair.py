@@ -3,7 +3,7 @@
     python -m benchmarks.repair --seeds 3
 
 Per seed the demo's model is pretrained and converted, then a quality head is trained on the frozen model, or jointly with the model. All
-samplers make the same number of forward passes over the same held-out puzzles; differences are paired by puzzle, with bootstrap intervals
+samplers make the same number of forward passes over the same held-out puzzles; differences are paired by puzzle, with intervals
 over solutions.
 """
 

@@ -102,6 +102,15 @@ def test_only_files_are_read(name, tmp_path):
     assert irregular_file(tmp_path) == "fifo"
 
 
+def test_a_pipe_that_the_shell_passes_is_read():
+    """As `<(...)` is."""
+    end, start = os.pipe()
+    os.write(start, b"a: 1\n")
+    os.close(start)
+    assert read_file(f"/dev/fd/{end}") == "a: 1\n"
+    os.close(end)
+
+
 def test_an_atomic_write_that_fails_leaves_the_earlier_file(tmp_path):
     path = tmp_path / "report.html"
     write_atomic(path, "first")

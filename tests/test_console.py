@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import re
+from unittest import mock
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from unmask.console import BAR_WIDTH, MAX_WIDTH, Progress, format_duration, format_number, show_table, tracked
@@ -221,6 +222,18 @@ def test_a_table_narrows_its_texts_before_it_breaks_a_word(capsys):
     shown = capsys.readouterr().out
     assert all(word in shown for word in words)
     assert max(map(len, shown.splitlines())) <= MAX_WIDTH
+
+
+@given(st.lists(st.lists(st.text("abc_ ", max_size=60).map(str.strip), min_size=3, max_size=3), min_size=1, max_size=4), st.booleans())
+@example([["task: rewards/overlap_with_the_reference", "training.activation_checkpointing", "sampler.max_new_tokens" * 2]], True)
+def test_no_word_that_fits_on_a_line_is_broken(rows, headed):
+    shown = io.StringIO()
+    with mock.patch("sys.stdout", shown):
+        show_table(rows, "title", head=["first", "second", "third"] if headed else [])
+    lines = shown.getvalue().splitlines()
+    found = [word for line in lines for word in line.replace("│", " ").split()]
+    assert all(word in found for row in rows for cell in row for word in cell.split())
+    assert max(map(len, lines)) <= MAX_WIDTH
 
 
 def test_a_long_path_is_folded_before_short_texts_are(capsys):

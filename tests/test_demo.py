@@ -18,7 +18,7 @@ from tests.helpers import REPOSITORY
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.demo import QUICK, STAGES, Demo, DemoSettings, run_demo
-from unmask.errors import ConfigError, TrainingError
+from unmask.errors import ConfigError, RunStopped, TrainingError
 from unmask.evaluation.report.content import Commands, Table
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
@@ -78,6 +78,41 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path, capsys):
         assert lm.attention == ("causal" if name == "pretrain" else "bidirectional")
         evaluation = read_result(output / name / "evaluation.json")
         assert evaluation.tasks[0].items == evaluate_task(lm, get_task(task), test_rows).items
+
+
+def stopping(self: Demo, phase: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["pretrain", pytest.param("dpo", marks=pytest.mark.slow)])
+def test_a_demo_that_was_stopped_goes_on_and_ends_as_one_that_was_not(stage, tmp_path, monkeypatch, capsys):
+    run_demo(output=tmp_path / "whole", settings=TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(Demo, stage, stopping)
+        with pytest.raises(RunStopped, match=rf"stopped in {stage}. Continue with unmask demo --task sudoku --output ") as stopped:
+            run_demo(output=tmp_path / "parts", settings=TINY)
+    assert stopped.value.code == 130
+    before = list(STAGES)[: list(STAGES).index(stage)]
+    times = {name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before}
+    with pytest.raises(TrainingError, match="not empty"):  # of another demo
+        run_demo(output=tmp_path / "parts", settings=TINY, seed=1)
+    run_demo(output=tmp_path / "parts", settings=TINY)
+    assert times == {name: (tmp_path / "parts" / name / "model.safetensors").stat().st_mtime_ns for name in before}
+    for name in STAGES:
+        weights = [(tmp_path / each / name / "model.safetensors").read_bytes() for each in ("whole", "parts")]
+        results = [read_result(tmp_path / each / name / "evaluation.json").tasks[0].items for each in ("whole", "parts")]
+        assert weights[0] == weights[1] and results[0] == results[1]
+    with pytest.raises(TrainingError, match="not empty"):
+        run_demo(output=tmp_path / "parts", settings=TINY)
+
+
+@pytest.mark.parametrize("name", ["sft/config.json", "report.html", "data/mine.txt", "manifest.json"])
+def test_only_the_folder_of_a_demo_is_written_over(name, tmp_path):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(TrainingError, match=rf"holds a {name.split('/')[0]} that no demo has written"):
+        run_demo(output=tmp_path, settings=TINY, overwrite=True)
+    assert (tmp_path / name).read_text() == "{}" and len(list(tmp_path.iterdir())) == 1
 
 
 MIRRORED = """

@@ -14,7 +14,8 @@ from tests.helpers import REPOSITORY
 LEVELS = [
     ["redaction", "variables"],
     ["errors", "console"],
-    ["config", "artifacts", "sandbox", "records", "tensor_checks"],
+    ["artifacts", "sandbox", "records", "tensor_checks"],
+    ["config"],
     ["models", "rewards"],
     ["diffusion", "tasks"],
     ["data", "planning"],

@@ -38,3 +38,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_importing_the_package_and_its_configs_imports_no_torch() -> None:
     code = "import unmask, sys; unmask.SamplerConfig(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
+
+
+def test_nothing_is_written_where_a_model_is_loaded_in_python():
+    """Not by torchao, bitsandbytes or torch either, whichever module is imported first."""
+    for code in ("import unmask; unmask.load; unmask.GRPOTrainer; unmask.ConvertTrainer", "from unmask.rl.methods import Method"):
+        done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+        assert (done.stdout, done.stderr) == ("", "")

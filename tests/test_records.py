@@ -68,6 +68,13 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ("t.json", b"[1]", "row 0: a row is an object"),
         ("t.csv", b'a,b\n1,2\n"1,2\n', "row 1: malformed CSV"),
         ("t.csv", b"a\n" + b"x" * 200_000, "row 0: malformed CSV"),
+        ("t.csv", b"a,b,a\n1,2,3\n", "several columns are named 'a'"),
+        ("t.csv", b"a,,\n1,2,3\n", "several columns are named ''"),
+        ("t.csv", b"prompt;completion\n1;2\n", "the columns are separated by ';', not by ','"),
+        ("t.csv", b"prompt\tcompletion\n1\t2\n", r"the columns are separated by '\\t', not by ','"),
+        ("t.tsv", b"prompt,completion\n1,2\n", r"the columns are separated by ',', not by '\\t'"),
+        ("t.jsonl", b'{"a": 1}\n{"a": 1, "b": 2, "a": 3}\n', "line 2: malformed JSON: 'a' is in an object twice"),
+        ("t.json", b'[{"a": [{"b": 1, "b": 1}]}]', "line 1: malformed JSON: 'b' is in an object twice"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, content, message):

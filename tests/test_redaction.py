@@ -7,6 +7,7 @@ import io
 import json
 import shlex
 import sys
+import time
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,6 +220,70 @@ def test_the_word_after_the_name_of_a_secret_is_masked_and_no_other() -> None:
 def test_tokens_of_text_are_no_secrets() -> None:
     values = {"eos_token": "</s>", "eos_token_ids": [1], "token_cache": "a", "max_tokens": 3, "text_column": "key"}
     assert masked(values) == values and find_mask(values) is None
+
+
+PIECES = [
+    ":",
+    "/",
+    "@",
+    ";",
+    "a",
+    "me",
+    ":80",
+    "?",
+    "#",
+    "&",
+    "=",
+    "token=",
+    "pwd=",
+    "password",
+    "http://",
+    "https:/",
+    "s3://",
+    "eyJ",
+    "-eyJhbGci",
+    "-",
+    "_",
+]
+PIECES += [
+    ".",
+    " ",
+    "\n",
+    "hf_",
+    "sk-",
+    "b" * 20,
+    "12/",
+    "bearer ",
+    "AKIA",
+    "authorization: basic ",
+    "'",
+    ",",
+    "[",
+    "{",
+    "é",
+    "://a:",
+    "discord.com/api/webhooks/",
+]
+LONG = [*PIECES, ";a:", *(one + other for number, one in enumerate(PIECES) for other in PIECES[number % 7 :: 7])]
+
+
+def test_texts_are_masked_in_a_time_that_their_length_bounds() -> None:
+    """Whatever is repeated in them: each takes some 10 ms, and 1 to 20 seconds where the time grows with the square."""
+    slow = {}
+    for piece in LONG:
+        begin = time.process_time()
+        shown(piece * (40_000 // len(piece)))
+        if (seconds := time.process_time() - begin) > 0.5:
+            slow[piece] = seconds
+    assert not slow
+
+
+@pytest.mark.parametrize("function", [masked_argument, lambda text: str(DataError(text, where=text, remedy=text))])
+def test_arguments_and_errors_are_masked_in_such_a_time_too(function: Any) -> None:
+    begin = time.process_time()
+    for piece in (";a:", "http://a:", "-eyJ", "token ", "secret={"):
+        function(piece * (20_000 // len(piece)))
+    assert time.process_time() - begin < 5
 
 
 HOSTILE = "a\x1b[31m\x00\x9b1m\u202eb\r\x07\ufeff\U000e0041"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -88,6 +91,30 @@ def test_the_source_archive_holds_what_is_built_and_tested(built):
     found = {name for name in names if not name.startswith("unmask/serving/static/")} - {"PKG-INFO", ".gitignore"}
     kept = {name for name in tracked() if name.split("/")[0] in folders or "/" not in name} - {".gitignore", ".pre-commit-config.yaml"}
     assert found == kept
+
+
+@pytest.mark.slow
+def test_the_lines_that_install_for_use_are_lean_and_enough(tmp_path):
+    """README's `pip install` lines, one after the other, in a clean environment and with the tested versions."""
+    readme = (REPOSITORY / "README.md").read_text()
+    lines = [line.partition("#")[0] for line in readme.splitlines() if line.startswith("pip install")]
+    assert [shlex.split(line)[2:] for line in lines] == [["."], [".[train]"]]
+    python = tmp_path / "env" / "bin" / "python"
+    run(sys.executable, "-m", "venv", tmp_path / "env", cwd=tmp_path)
+    shutil.copytree(REPOSITORY / "unmask", tmp_path / "checkout" / "unmask", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, tmp_path / "checkout")
+    command = python.with_name("unmask")
+    for line in lines:
+        words = [*shlex.split(line)[1:], "-c", str(REPOSITORY / "constraints.txt")]
+        run(python, "-m", "pip", *words, cwd=tmp_path / "checkout")
+        if line == lines[0]:
+            run(command, "new", "mine", cwd=tmp_path)
+            run(command, "generate", "mine/tiny-model", "--prompt", "a", "--max-new-tokens", "4", cwd=tmp_path)
+    run(command, "demo", "--quick", cwd=tmp_path)
+    assert (tmp_path / "runs/demo/report.html").stat().st_size > 10_000
+    installed = {entry["name"].lower() for entry in json.loads(run(python, "-m", "pip", "list", "--format", "json", cwd=tmp_path))}
+    assert not installed & {"trl", "deepspeed", "playwright", "mypy", "mkdocs", "pytest", "ruff", "lm-eval", "litellm", "bitsandbytes"}
 
 
 @pytest.mark.slow

@@ -6,6 +6,8 @@ Public names are imported on first use, so that `import unmask` and `unmask --he
 
 from __future__ import annotations
 
+import logging
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,14 @@ PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
 }
 PUBLIC_MODULES = ("generation", "losses")
 __all__ = [*PUBLIC_NAMES, *PUBLIC_MODULES, "__version__"]
+
+
+NOISY = ("bitsandbytes.backends.cpu.ops", "torch.utils._pytree", "torchao", "torchao.kernel.intmm")
+"""Loggers through which libraries warn when they are imported: of kernels that this machine lacks, and of their own deprecated calls."""
+if not os.environ.get("UNMASK_DEBUG"):
+    for _logger in map(logging.getLogger, NOISY):
+        if _logger.level == logging.NOTSET:
+            _logger.setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

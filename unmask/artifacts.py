@@ -8,6 +8,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import stat
 import subprocess
@@ -24,6 +25,7 @@ from unmask.redaction import masked, masked_words
 from unmask.variables import SETTING
 
 MAX_FILE = 2**30
+PASSED = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
 """Bytes of a file of a run at most."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -45,12 +47,15 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def read_file(path: str | Path) -> str:
-    """The text of a UTF-8 file in a folder that others may write to.
+    """The text of a UTF-8 file in a folder that others may write to, or of a pipe that the shell passes (`/dev/stdin`, `<(...)`).
 
     Raises:
         OSError: it is no regular file (a FIFO would hang, a device never end), has more than `MAX_FILE` bytes, or cannot be read.
         UnicodeDecodeError: it is not UTF-8.
     """
+    if PASSED.fullmatch(str(path)) and Path(path).is_fifo():
+        with open(path, encoding="utf-8") as file:
+            return file.read(MAX_FILE)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)

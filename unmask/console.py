@@ -239,7 +239,13 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     console, name = _console(sys.stdout), Text(shown(title), "table.title")
     header, *lines = [[Text(shown(cell)) for cell in row] for row in (head, *rows)]
     widths = _column_widths(console, [line for line in (header, *lines) if line])
-    table = Table(title=name, show_header=bool(header), min_width=min(name.cell_len, _width(console)))
+    if not widths:  # a row in one cell
+        named = [[(title, cell) for title, cell in zip(header or line, line, strict=True) if cell] for line in lines]
+        cells = [[Text.assemble(title, ": ", cell) if header and title else cell for title, cell in line] for line in named]
+        header, lines = [], [[Text("\n").join(line)] for line in cells]
+        widths = _column_widths(console, lines)
+    rule = "\n" in str(lines[0][0]) if lines else False
+    table = Table(title=name, show_header=bool(header), show_lines=rule, min_width=min(name.cell_len, _width(console)))
     for cell, width in zip(header or [Text()] * len(widths), widths, strict=True):
         table.add_column(cell, overflow="fold", width=width)
     for line in lines:
@@ -251,11 +257,17 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
 
 def _column_widths(console: Console, rows: Sequence[Sequence[Text]]) -> list[int]:
     """The columns' widths, in characters: those of their texts. If these do not fit, the widest column whose words and short texts stay
-    whole is narrowed, then any."""
+    whole is narrowed. Empty: words that a line has room for would have to be broken. A longer one, such as a path, is."""
     columns = [[Measurement.get(console, console.options, cell) for cell in column] for column in zip(*rows, strict=True)]
     widths = [max(cell.maximum for cell in column) for column in columns]
+    words = [max(cell.minimum for cell in column) for column in columns]
     whole = [max(cell.maximum if cell.maximum <= SHORT else cell.minimum for cell in column) for column in columns]
-    excess = sum(widths) + 3 * len(widths) + 1 - _width(console)  # with the padding and borders
+    borders, page = 3 * len(widths) + 1, _width(console)  # with the padding
+    if len(widths) > 1 and sum(words) + borders > page and max(words) + 4 <= page:
+        return []
+    if sum(words) + borders <= page < sum(whole) + borders:
+        whole = words
+    excess = sum(widths) + borders - page
     for _ in range(min(excess, sum(widths) - len(widths))):
         movable = [i for i, width in enumerate(widths) if width > whole[i]] or range(len(widths))
         widths[max(movable, key=widths.__getitem__)] -= 1

@@ -16,15 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unmask.artifacts import write_atomic, write_manifest
+from unmask.artifacts import plain, read_file, write_atomic, write_manifest
 from unmask.commands.report import read_run
 from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress, for_stdout, show_line
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_model
-from unmask.errors import ConfigError
-from unmask.evaluation.provenance import write_result_of_run
+from unmask.data.decoding import token_texts
+from unmask.errors import ConfigError, RunStopped, TrainingError
+from unmask.evaluation.provenance import EVALUATION, write_result_of_run
 from unmask.evaluation.report.build import make_report
 from unmask.evaluation.report.content import (
     Answer,
@@ -45,6 +46,8 @@ from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import read_result
 from unmask.evaluation.tasks import evaluate_task
 from unmask.generation.sampler import generate
+from unmask.models.load import load
+from unmask.models.model_paths import RUN_MANIFEST as MANIFEST
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
 from unmask.redaction import shell_line
@@ -180,14 +183,17 @@ class Demo:
         }
 
     def run(self, name: str, description: str, progress: Progress, train: Callable[[Phase], None]) -> None:
-        """Train with one verb, save the model and evaluate it."""
-        with progress.phase(name) as phase:
-            train(phase)
-            self.lm.save(self.output / name)
-        with progress.phase(f"{name}: evaluate") as phase:
-            result = evaluate_task(self.lm, self.task, self.test, progress=phase)
-            phase.update(1.0, solved=result.metrics["solved"].mean)
-        write_result_of_run(self.output / name, self.lm, self.output / name, result)
+        """Train with one verb, save the model and evaluate it, unless that was done before the demo was stopped."""
+        if (self.output / name / EVALUATION).exists():
+            self.lm = load(self.output / name)
+        else:
+            with progress.phase(name) as phase:
+                train(phase)
+                self.lm.save(self.output / name)
+            with progress.phase(f"{name}: evaluate") as phase:
+                result = evaluate_task(self.lm, self.task, self.test, progress=phase)
+                phase.update(1.0, solved=result.metrics["solved"].mean)
+            write_result_of_run(self.output / name, self.lm, self.output / name, result)
         self.runs.append(read_run(self.output / name, name, len(self.runs), description=description))
 
     def pretrain(self, phase: Phase) -> None:
@@ -238,10 +244,11 @@ class Demo:
         """How one held-out problem is denoised, token by token: a grid for Sudoku, else a text."""
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
-        trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
+        made = generate(self.lm, [row["prompt"]], sampler)
+        trace = made.trace[0]  # type: ignore[index]
         puzzle = row["puzzle"] if isinstance(self.task, GridPuzzle) else None
         length = len(puzzle) if puzzle else self.task.max_completion
-        cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
+        cells = [text or "␄" for text in token_texts(self.lm.tokenizer, made.prompts[0], trace.canvas[:length])]
         if not puzzle:
             answer = Answer(name=self.runs[-1].name, color=self.runs[-1].color, tokens=cells, steps=trace.steps[:length])
             return Problem(title=self.task.name, prompt=row["prompt"], answers=[answer])
@@ -261,27 +268,58 @@ def run_demo(
 ) -> Report:
     """Run the demonstration and write `report.html`, models, figures and examples of data under `output`. Print a short summary.
 
+    A demo that was stopped continues with the stage that it was in.
+
     Raises:
         ConfigError: the task cannot be demonstrated, or `output` cannot be written to.
-        TrainingError: the folder is not empty and `overwrite` is not given.
+        TrainingError: the folder is not empty and `overwrite` is not given, or holds files that are not a demo's.
+        RunStopped: Ctrl-C has ended the demo.
     """
     output = Path(output)
-    check_output_folder(output, overwrite=overwrite)
     settings = settings or DemoSettings()
+    wanted = {"task": task, "seed": seed, "settings": plain(vars(settings))}
+    earlier = earlier_demo(output)
+    if overwrite or earlier != (wanted, "running"):
+        check_output_folder(output, overwrite=overwrite)
+        refuse_other_files(output, earlier)
+        for name in STAGES:
+            (output / name / EVALUATION).unlink(missing_ok=True)
     demo = Demo(task, output, seed, settings)
+    write_manifest(output / MANIFEST, wanted, state="running")
     demo.write_data(output / "data")
     phases = [
         phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7 * settings.test_rows / 800))
     ]
     with Progress(phases) as progress:
         for name, stage in STAGES.items():
-            demo.run(name, stage.description, progress, getattr(demo, name))
-    manifest = write_manifest(output / "manifest.json", {"task": task, "seed": seed, "settings": vars(settings)})
+            try:
+                demo.run(name, stage.description, progress, getattr(demo, name))
+            except KeyboardInterrupt as error:
+                options = ["--task", task, "--output", str(output), "--seed", str(seed), *(["--quick"] if settings == QUICK else [])]
+                command = ["unmask", "demo", *options]
+                raise RunStopped(f"stopped in {name}. Continue with {shell_line(command)}", code=130) from error
+    manifest = write_manifest(output / MANIFEST, wanted, state="finished")
     report = report_of(demo, manifest)
     write_page(report, output / "report.html")
     for line in summary(demo):
         show_line(for_stdout(line))
     return report
+
+
+def earlier_demo(output: Path) -> tuple[dict[str, Any], str] | None:
+    """The settings and the state of the demo whose folder this is; None: it is no demo's."""
+    try:
+        found = json.loads(read_file(output / MANIFEST))
+        return found["config"], found["state"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def refuse_other_files(output: Path, earlier: object) -> None:
+    """Raise TrainingError if the folder holds what the demo writes, and no demo has written it."""
+    found = [name for name in (*STAGES, "data", MANIFEST, "report.html") if (output / name).exists()]
+    if found and earlier is None:
+        raise TrainingError(f"holds a {found[0]} that no demo has written", where=str(output), remedy="Choose another output folder")
 
 
 def results_of(demo: Demo) -> list[Result]:

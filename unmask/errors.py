@@ -103,13 +103,14 @@ NAMES_ELSEWHERE = {
     "max_seq_length": "max_length",
     "lr": "learning_rate",
     "rank": "r",
+    "source": "train",
+    "sources": "train",
     "no_cuda": "use_cpu",
     "loss_type": "aggregation",
     "scale_rewards": "advantage",
     "importance_sampling_level": "ratio",
     "delta": "dual_clip",
     "mask_truncated_completions": "mask_truncated",
-    "max_prompt_length": "max_length",
     "generation_batch_size": "rollout_batch_size",
     "steps_per_generation": "rollout_batch_size",
     "use_vllm": "rollout",
@@ -120,14 +121,25 @@ NAMES_ELSEWHERE = {
     "p_mask_prompt": "prompt_mask_rate",
     "remasking": "policy",
     "grpo": "diffu-grpo",
+    "masking_strategy": "masking",
+    "enable_performance_logging": "performance_log_interval",
     "ref_model_sync_steps": "reference_sync_steps",
     "ref_model_mixup_alpha": "reference_sync_share",
 }
 """Unmask's names of settings and a method by those of other training loops (docs/switches.md), of TRL and of d1 (docs/migration.md)."""
 
 
+WITHOUT_EQUAL = {
+    "max_prompt_length": "Leave it out: prompts are not cut (sft and dpo have truncate_prompt). 'max_length' bounds a prompt with its "
+    "completion",
+}
+"""What to do about settings of other training loops that Unmask has in no form."""
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
     """The remedy for an unknown name: the equivalent or most similar known name, or `otherwise` (None: the list of all known names)."""
+    if name in WITHOUT_EQUAL:
+        return WITHOUT_EQUAL[name]
     known = sorted(known)
     nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
     if nearest:

@@ -10,7 +10,7 @@ import os
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from io import BufferedReader
 from pathlib import Path
@@ -89,7 +89,7 @@ def _text(line: bytes, path: str, number: int) -> str:
 
 
 def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
-    """Yield the rows of a .csv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json files are read whole.
+    """Yield the rows of a .csv, .tsv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json files are read whole.
 
     CSV values stay strings, so that leading zeros are kept.
 
@@ -134,7 +134,7 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
 
 def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
     """Yield the rows of a file; for a line of a .jsonl file that cannot be read, its error."""
-    reader = {".csv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
+    reader = {".csv": _csv_rows, ".tsv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
     empty = True
     for row in reader(path):
         empty = False
@@ -144,9 +144,11 @@ def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
 
 
 def _csv_rows(path: str) -> Iterator[Record]:
-    reader = csv.DictReader(read_lines(path), strict=True)
+    separator = "\t" if kind_of(path) == ".tsv" else ","
+    reader = csv.DictReader(read_lines(path), delimiter=separator, strict=True)
     number = -1
     try:
+        _check_header(reader.fieldnames or (), separator, path)
         for number, row in enumerate(reader):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
@@ -155,6 +157,15 @@ def _csv_rows(path: str) -> Iterator[Record]:
             yield where, row
     except csv.Error as error:
         raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row") from None
+
+
+def _check_header(names: Sequence[str], separator: str, path: str) -> None:
+    """Raise a DataError for columns of the same name, or a single one whose name holds another separator."""
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise DataError(f"several columns are named {', '.join(map(repr, twice))}", where=path, remedy="Give each another name")
+    if other := next((mark for mark in ";\t,|" if len(names) == 1 and mark in names[0]), None):
+        what = f"the columns are separated by {other!r}, not by {separator!r}: the only one is {names[0]!r}"
+        raise DataError(what, where=path, remedy="Save the table with commas as .csv, or with tabs as .tsv")
 
 
 def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
@@ -180,15 +191,24 @@ def _json_rows(path: str) -> Iterator[Record]:
 def _decode(text: str, path: str, first_line: int) -> Any:
     text = text.rstrip()
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_without_repeats)
     except json.JSONDecodeError as error:
         what = f"malformed JSON, column {error.colno}: {error.msg}"
         if error.pos >= len(text) or text[-1] not in "]}":
             what += "; the text ends in the middle of a record"
         where = f"{path}, line {first_line + error.lineno - 1}"
-    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep, a name twice
         what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
     raise DataError(what, where=where, remedy="Fix or remove the row", reason="malformed JSON")
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError if a name is in it twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is in an object twice")
+    return found
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

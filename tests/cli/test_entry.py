@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,14 +92,16 @@ def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() 
 
 @pytest.mark.parametrize("verb", VERB_HELP)
 def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
-    flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
+    data = tmp_path / "d.jsonl"
+    data.write_text("{}")
+    flags = ["--model", "123", "--data", str(data), "--task", "sudoku", "--output", str(tmp_path), "--resume"]
     result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
     assert result.exit_code == 0, result.output
     [(called, config, resume)] = stages
     assert (called, resume) == (verb, True)
     assert config == RunConfig(
         model={"path": "123"},
-        data={"train": "d.jsonl", "task": "sudoku"},
+        data={"train": str(data), "task": "sudoku"},
         sampler={"steps": 8},
         training={"learning_rate": 1e-4},
         output_dir=str(tmp_path),
@@ -294,7 +297,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
-    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),
     SamplerConfig(**COMMON, revise={"schedule": "loop", "eta": 0.5, "temperature": 1.0, "below": 0.9, "t_on": 0.6}),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
     SamplerConfig(mode="self-speculative", drafts=3, candidates=2, temperature=1.0),
@@ -529,7 +532,7 @@ BARE = [
         ["training.learning_rate=1e-6", "data.max_rows=3", "model.quantization=4bit"],
     ),
     (["--bf16", "--no-fp16", "--tf32", "false"], ["training.bf16=true", "training.fp16=false", "training.tf32=false"]),
-    (["--bf16", "training.beta=1", "--no_use_cpu"], ["training.bf16=true", "training.beta=1", "training.use_cpu=false"]),
+    (["--bf16", "training.seed=1", "--no_use_cpu"], ["training.bf16=true", "training.seed=1", "training.use_cpu=false"]),
     (["--temperature", "0.5", "--max-steps", "-1"], ["PLACE.temperature=0.5", "training.max_steps=-1"]),
     (["--sampler.top-k", "3", "--lora.r=2"], ["sampler.top_k=3", "lora.r=2"]),
     (["--seed", "1", "--", "training.seed=2"], ["training.seed=2"]),
@@ -618,3 +621,52 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
     result = run("grpo", "-r16")
     assert result.exit_code == 2 and "No such option: -r" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            "migrate {}",
+            "migrate {}.yaml",
+            "migrate {}.json",
+            "migrate {}.sh",
+            "sft --config {}",
+            "sft --model m --data {}.jsonl --output o",
+        ),
+        *("generate m --prompt a --constraint-json-schema {}", "generate m --prompt a --constraint-grammar {}", "serve m --api-keys {}"),
+        *(
+            "sft --model m --data {}.parquet --output o",
+            "report {}",
+            "runs {}",
+            "evaluate m --likelihood {}.txt",
+            "evaluate m --task {}.py:T",
+        ),
+    ],
+)
+def test_a_fifo_in_the_place_of_a_file_is_an_error(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read it would hang until another program writes to it."""
+    monkeypatch.chdir(tmp_path)
+    for kind in ("", ".yaml", ".json", ".sh", ".jsonl", ".parquet", ".txt", ".py"):
+        os.mkfifo(f"fifo{kind}")
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("hangs"))
+    signal.alarm(60)
+    try:
+        result = run(*words.format("fifo").split())
+    finally:
+        signal.alarm(0)
+    assert result.exit_code == 2 and "fifo" in result.output, result.output
+
+
+def test_later_lines_of_a_log_record_are_indented() -> None:
+    code = """
+import logging
+from unmask.cli.serve import show_requests
+show_requests()
+try:
+    raise ValueError("x\\n2026-01-01 00:00:00,000 forged")
+except ValueError:
+    logging.getLogger("unmask.serving").exception("a\\n2026-01-01 00:00:00,000 forged")
+"""
+    result = python("-c", code)
+    assert result.stderr.count("    2026-01-01 00:00:00,000 forged") == 2 and "\n2026-01-01 00:00:00,000 forged" not in result.stderr

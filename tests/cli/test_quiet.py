@@ -79,7 +79,7 @@ def test_a_run_shows_only_lines_of_ours_and_imports_only_what_it_uses(model: Pat
     found = summary(lines)
     last = [json.loads(line) for line in (folder / "pre" / "training_logs.json").read_text().splitlines()][-2]
     assert found["model"] == "pre/model" and found["time"].endswith(", 2 steps")
-    assert found["loss"].endswith(f"{last['loss']:.4g}") and "tokens per second" in found
+    assert found["training loss"].endswith(f"{last['loss']:.4g}") and "tokens per second" in found
     assert found["next"] == f"unmask convert --model pre/model --data {text.name} --output convert"
 
 
@@ -183,7 +183,7 @@ def test_a_resumed_run_shows_its_changes_and_its_last_loss(diffusion: Path) -> N
     resumed = run(diffusion, *arguments, "training.max_steps=4", "--resume")
     assert foreign(first + resumed) == [] and "resumed after step 2 of 4\nresumed after step 2: training.max_steps was 2, now 4" in resumed
     for text in (first, resumed):  # shorter than `logging_steps`
-        assert float(summary(text)["loss"].split()[-1]) > 0 and " · loss " in text
+        assert float(summary(text)["training loss"].split()[-1]) > 0 and " · loss " in text
     assert summary(resumed)["next"] == "unmask grpo --model resumed/model --task sudoku --output grpo"
     assert "held-out solved" in summary(resumed)
 

@@ -47,10 +47,11 @@ def test_characters_of_several_tokens_stay_whole(decoder):
     assert [piece.probability for piece in pieces] == pytest.approx([1, 2.718281828**-0.2, 1, 2.718281828**-0.4, 2.718281828**-0.5])
 
 
-def test_only_the_first_word_loses_its_space():
+def test_only_the_first_word_of_a_text_loses_its_space():
     watched = canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [1, 2, MASK, 1, 2])
     assert watched.plain("_") == "a b_ a b"
-    assert canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [2, 1, 2, MASK], start=1).plain("_") == "a b_"
+    assert canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [2, 1, 2, MASK], start=1).plain("_") == " a b_"
+    assert canvas(decoders.Sequence(SENTENCEPIECE), ["▁a", "▁b"], [MASK, 1, 2, MASK]).plain("_") == "_ a b_"
 
 
 def test_nothing_is_shown_from_the_end_token_on():

@@ -18,8 +18,8 @@ from tests.training.tiny_runs import QUICK, make, tiny, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.commands.dry_run import dry_run, estimate_run
-from unmask.commands.run import training_arguments
-from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
+from unmask.commands.run import planned_arguments, training_arguments
+from unmask.config.run import DataConfig, HardwareConfig, LoraSettings, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.load import load
 from unmask.planning import calibration
@@ -199,3 +199,47 @@ def test_a_step_is_rehearsed_with_checks(model, text, tmp_path, debugging):
 def test_debug_shows_the_traceback(tmp_path, debugging):
     result = CliRunner().invoke(app, ["sft", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "run"), "--debug"])
     assert isinstance(result.exception, UnmaskError)
+
+
+# Runs of several processes, planned by one.
+
+SHARDED: dict[str, dict[str, Any]] = {
+    "fsdp": {"fsdp": True},
+    "zero1": {"deepspeed": "zero1"},
+    "zero3": {"deepspeed": "zero3"},
+    "a mapping": {"deepspeed": {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}},
+}
+NODE = HardwareConfig(name="node", devices=[{"name": "gpu", "count": 4, "memory_gb": 80, "tflops": 900, "bandwidth_gb_s": 3000}])
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_a_sharded_run_is_planned_by_one_process_without_steps(kind, model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.commands.dry_run.make_trainer", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("unmask.training.sharding.require", lambda *_, **__: pytest.fail("DeepSpeed is not needed"))
+    sharded = {"stages": TWO_STAGES, "max_steps": 40, **SHARDED[kind]}
+    config = run_config(model, text, tmp_path, **sharded).model_copy(update={"hardware": NODE})
+    first, second = dry_run("convert", config)
+    assert [first["steps"], second["steps"]] == ["10", "30"] and {first["seconds a step"], first["peak GB so far"]} == {"-"}
+    assert float(first["predicted seconds a step"]) > 0 and float(first["hours in all"]) > 0
+    estimate = estimate_run(config, planned_arguments("convert", config))
+    assert estimate is not None and estimate.workload.shards == (1 if kind == "zero1" else 4)
+
+
+@pytest.mark.parametrize("kind", SHARDED)
+def test_what_cannot_be_combined_with_shards_is_refused_in_a_plan_too(kind, model, text, tmp_path):
+    config = run_config(model, text, tmp_path, **SHARDED[kind]).model_copy(update={"lora": LoraSettings(r=2)})
+    with pytest.raises(ConfigError) as refused:
+        dry_run("convert", config)
+    assert refused.value.where.endswith(" and lora")
+    with pytest.raises(ConfigError, match=r"training\.deepspeed: cannot read 'zero9'"):
+        dry_run("convert", run_config(model, text, tmp_path, deepspeed="zero9"))
+
+
+@pytest.mark.parametrize("setting", ["training.fsdp=true", "training.deepspeed=zero2"])
+def test_the_command_line_plans_and_prints_a_sharded_run(setting, model, text, tmp_path):
+    words = ["pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", *QUICK, "training.max_length=32", setting]
+    planned = unmask(*words, "--dry-run")
+    assert planned.exit_code == 0 and "the plan" in planned.stdout and not (tmp_path / "run").exists(), planned.output
+    printed = unmask(*words, "--print-config")
+    assert printed.exit_code == 0 and setting.removeprefix("training.").replace("=", ": ") in printed.stdout
+    assert unmask(*words).exit_code != 0  # no launcher

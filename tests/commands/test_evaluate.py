@@ -107,14 +107,14 @@ def test_several_tasks_at_once(model, tmp_path):
 
 
 def test_a_likelihood_is_a_result_too(model, tmp_path):
-    (tmp_path / "text.txt").write_text("1234\n\n4321\n")
+    (tmp_path / "text.txt").write_text("1234\n\n4321\n\n1342\n")
     unmask("evaluate", model, "--likelihood", tmp_path / "text.txt", "--output", tmp_path / "out.json")
     (scores,) = read_result(tmp_path / "out.json").tasks
-    (metric,), (first, second) = scores.metrics.values(), scores.items
+    (metric,), (first, second, _) = scores.metrics.values(), scores.items
     assert metric.low < metric.mean < metric.high and not metric.higher_is_better and metric.standard_error is None
     assert first.prompt == "1234" and first.details["tokens"] == 4 and first.id != second.id
     assert first.details["log_likelihood"] == pytest.approx(-4 * first.scores["nats per token"])
-    assert metric.mean == pytest.approx((first.scores["nats per token"] + second.scores["nats per token"]) / 2)
+    assert metric.mean == pytest.approx(sum(item.scores["nats per token"] for item in scores.items) / 3)
     assert scores.protocol["estimator"] == "exact" and "seed" not in scores.protocol
     assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / "out.json")
 

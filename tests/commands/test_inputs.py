@@ -150,6 +150,18 @@ def test_missing_data_is_found_before_the_model_is_loaded(verb, options, model, 
         assert_refused(unmask(verb, model, *options), "nowhere.jsonl", "no such file")
         return
     more = [*GRPO, 'rewards=["sudoku"]'] if verb == "grpo" else []
-    assert_refused(
-        unmask(verb, "--model", model, "--output", "out", *QUICK, *more, *options), "nowhere.jsonl", "no such file", "Check the path"
-    )
+    assert_refused(unmask(verb, "--model", model, "--output", "out", *QUICK, *more, *options), "nowhere.jsonl", "no such file")
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "convert"])
+def test_what_nobody_reads_may_hold_anything(verb, model, tmp_path):
+    """An integer that no table can hold, a lone surrogate, and values of several types."""
+    path, others = tmp_path / "rows.jsonl", ["123456789012345678901234567890", r'"\ud800"', '{"a": [1, "b"]}']
+    path.write_text("\n".join(f'{{"text": "1234123412", "other": {other}}}' for other in others))
+    tiny = [*QUICK, "training.max_length=32", *(["training.max_steps=10"] if verb == "convert" else [])]
+    result = unmask(verb, "--model", model, "--data", path, "--output", tmp_path / "out", *tiny)
+    assert result.exit_code == 0, (result.output, result.exception)
+    path.write_text('{"text": "123"}\n{"text": "1\\ud800"}')
+    for more in ([], ["model.from_scratch=true", "--tokenizer", "train:280"] if verb == "pretrain" else []):
+        result = unmask(verb, "--model", model, "--data", path, "--output", tmp_path / "other", *tiny, *more)
+        assert_refused(result, "rows.jsonl, row 1", "not valid Unicode")

@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
+import string
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import unmask
 from unmask.commands.new.folder import TEMPLATES
+from unmask.commands.new.tiny_model import TINY_MODEL, write_tiny_model
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, ModelConfig
 from unmask.config.yaml import parse_yaml
+from unmask.data.characters import character_model
+from unmask.models.chat_template import TEMPLATES as TEMPLATES_OF_CHATS
+from unmask.models.load import load
 from unmask.rl.weighted_rewards import Rewards
 
 VERB = {"sft": "sft", "preferences": "dpo", "rewards": "grpo", "conversion": "convert"}
@@ -45,6 +51,27 @@ def made(target: str, *variables: str) -> list[list[str]]:
     words = ["make", "-s", "-C", "mine", target, "UNMASK=printf '%s\\n' COMMAND", *variables]
     printed = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     return [command.splitlines() for command in printed.split("COMMAND\n")[1:]]
+
+
+@pytest.mark.parametrize("kind", ["conversion", "sft"])
+def test_the_tiny_model_is_a_character_model(kind, here):
+    """Its files are written without torch, and hold what `character_model` makes."""
+    write_tiny_model(here, kind)
+    lm = load(here / TINY_MODEL)
+    attention = "causal" if kind == "conversion" else "bidirectional"
+    made = character_model(string.printable, hidden=64, layers=2, context=512, seed=0, attention=attention)
+    assert lm.settings == made.settings and lm.config.to_diff_dict() == made.config.to_diff_dict() | lm_only(lm, made)
+    assert lm.tokenizer.get_vocab() == made.tokenizer.get_vocab() and lm.tokenizer.chat_template == TEMPLATES_OF_CHATS["simple"]
+    assert lm.tokenizer(string.printable).input_ids == made.tokenizer(string.printable).input_ids
+    wanted, found = made.model.state_dict(), lm.model.state_dict()
+    assert {name: each.shape for name, each in found.items()} == {name: each.shape for name, each in wanted.items()}
+    for name, weights in found.items():
+        torch.testing.assert_close(weights.std(correction=0), wanted[name].std(correction=0), atol=1e-3, rtol=0)
+
+
+def lm_only(lm, made):
+    """What the config of a saved model has beside that of a new one."""
+    return {name: value for name, value in lm.config.to_diff_dict().items() if name not in made.config.to_diff_dict()}
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)

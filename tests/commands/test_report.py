@@ -13,7 +13,7 @@ from unmask.cli.entry import app
 from unmask.commands.report import report_of, short_names
 from unmask.errors import DataError
 from unmask.evaluation.report.content import Record, Table
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 
 
 def write_run(folder: Path, run, **manifest) -> Path:

@@ -64,6 +64,32 @@ def test_both_models_are_evaluated_and_compared(folder, tmp_path):
         assert "the same scores" in unmask("evaluate", "--rerun", tmp_path / name)
 
 
+@pytest.mark.parametrize(("model", "other"), [("causal", "converted"), ("converted", "causal")])
+def test_samples_of_one_model_of_two_are_a_note(model, other, folder, tmp_path):
+    """The one whose likelihoods are exact has no masks to sample."""
+    words = [
+        "evaluate",
+        folder / model,
+        "--against",
+        folder / other,
+        "--dtype",
+        "float64",
+        "--samples",
+        8,
+        "--output",
+        tmp_path / "out.json",
+    ]
+    shown = unmask(*words, "--likelihood", folder / "text.txt", "--lm-eval", "wikitext", "--include-path", folder, "--rows", 4)
+    assert f"note: the likelihoods of {folder / 'causal'} are exact" in " ".join(shown.split())
+    by_model = {result.model["attention"]: result.tasks[0].protocol for result in map(read_result, tmp_path.glob("out*.json"))}
+    assert by_model["bidirectional"]["samples"] == 8 and "samples" not in by_model["causal"]
+
+
+def test_samples_that_no_model_reads_are_an_error(folder):
+    words = ["--against", folder / "causal", "--likelihood", folder / "text.txt", "--samples", 8]
+    assert "the likelihood of this model is exact" in refused("evaluate", folder / "causal", *words)
+
+
 def test_a_result_of_the_earlier_model_is_not_measured_again(folder, tmp_path):
     command = ["--likelihood", folder / "text.txt", "--output", tmp_path / "out.json"]
     against(folder, *command)

@@ -16,6 +16,7 @@ from tests.training.tiny_runs import QUICK, equal, tiny, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.commands.run import forget_earlier_run
 from unmask.config.yaml import parse_yaml
+from unmask.errors import UnmaskWarning
 from unmask.evaluation.result_file import read_result
 from unmask.models.chat_template import TEMPLATES
 from unmask.models.load import load
@@ -119,14 +120,65 @@ def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     assert (output / "precious.txt").read_text() == "results"
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "config.json"])
-def test_a_config_or_a_model_that_no_run_has_written_is_not_replaced(name, model, tmp_path):
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("output", "inputs"),
+    [
+        ("run", ["--model", "run"]),
+        ("run", ["--model", "run/model"]),
+        ("run", ["--model", "run/checkpoint-2"]),
+        ("run", ["--model", "link"]),
+        ("link", ["--model", "run/model"]),
+        (".", ["--model", "run"]),
+        ("run/model", ["--model", "run"]),
+        ("run", ["--data", "run/rows.jsonl"]),
+        ("run", ["data.eval=run/rows.jsonl", "--data", "rows.jsonl"]),
+        ("run", ["data.train=[{path: rows.jsonl}, {path: run/rows.jsonl}]"]),
+        ("run", ["--data", "rows.jsonl", "data.chat_template=run/rows.jsonl"]),
+        ("run", ["--data", "rows.jsonl", "retention.likelihood=run/rows.jsonl"]),
+    ],
+)
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
+def test_an_output_that_holds_an_input_is_refused_always(output, inputs, overwrite, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "run/model")
+    shutil.copytree(model, "run/checkpoint-2")
+    Path("run/manifest.json").write_text('{"verb": "pretrain"}')
+    Path("run/rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    shutil.copy("run/rows.jsonl", "rows.jsonl")
+    Path("link").symlink_to("run")
+    before = content(tmp_path)
+    given = [*([] if "--model" in inputs else ["--model", model]), *([] if "rows" in str(inputs) else ["--data", "rows.jsonl"]), *inputs]
+    result = unmask("sft", *given, "--output", output, *overwrite, *QUICK)
+    assert_refused(result, "input", "Choose another output")
+    assert "--overwrite" not in result.stderr and content(tmp_path) == before
+
+
+def test_the_model_of_a_reward_and_the_code_of_a_task_are_inputs_too(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "run/model")
+    Path("run/mine.py").write_text("def short(completions, **columns):\n    return [0.0 for _ in completions]\n")
+    for inputs in (["rewards=[run/mine.py:short]"], ["rewards=[sudoku]", "training.beta=0.1", "training.reference_model=run/model"]):
+        result = unmask("grpo", "--model", model, "--task", "sudoku", "--output", "run", "--overwrite", *GRPO, *inputs)
+        assert_refused(result, "holds an input, run/m", "Choose another output")
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.json", "manifest.json", "model/", "checkpoint-7/", "stage-1/"])
+def test_what_no_run_has_written_is_not_replaced(name, model, tmp_path):
     output = tmp_path / "out"
-    output.mkdir()
-    (output / name).write_text("# mine\n")
+    (output / name).parent.mkdir(parents=True)
+    if name.endswith("/"):
+        (output / name).mkdir()
+        (output / name / "config.json").write_text("# mine\n")
+    else:
+        (output / name).write_text("# mine\n")
+    before, name = content(output), name.rstrip("/")
     result = unmask("sft", "--model", model, "--task", "sudoku", "--output", output, "--overwrite", *QUICK)
     assert_refused(result, f"holds a {name} that no run has written", "Choose another output folder")
-    assert (output / name).read_text() == "# mine\n"
+    assert content(output) == before
 
 
 @pytest.mark.parametrize("inside", ["model", "model/sft", "checkpoint-2/deep", "stage-1", ".unfinished", "link"])
@@ -275,13 +327,24 @@ def test_verbs_without_answers_write_no_report_of_them(model, text, tmp_path):
     assert not (tmp_path / "out" / "data_report.json").exists()
 
 
+@pytest.mark.parametrize("verb", ["pretrain", "convert", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_shown_rows_are_in_the_report_of_the_data(verb, model, text, tmp_path):
+    more = ["--data", text, "training.packing=false"] if verb != "grpo" else ["--task", "sudoku", *GRPO]
+    steps = ["training.max_steps=10"] if verb == "convert" else []
+    result = unmask(verb, "--model", model, "--output", tmp_path / "out", *QUICK, *more, *steps, "--show-rows", "2")
+    assert result.exit_code == 0, (result.output, result.exception)
+    rows = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]["rows"]
+    assert len(rows) == 2 and all("⟦" in part and result.output.count(part) == 1 for row in rows for part in row)
+
+
 def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tmp_path):
     data, small = shared_path("data", "preference", "llamafactory_dpo_en_demo.json"), shared_path("models", "stories260K")
     run = ["dpo", "--model", small, "--data", data, *QUICK, "model.attention=bidirectional", "training.samples=1"]
     assert_refused(unmask(*run, "--output", tmp_path / "out"), "no chat template", "data.chat_template")
     run += ["data.chat_template=simple", "training.max_length=256"]
     assert_refused(unmask(*run, "--output", tmp_path / "out"), "llamafactory_dpo_en_demo.json, row ", "a row holds 256")
-    result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true")
+    with pytest.warns(UnmaskWarning, match=r"train_dataset: only \d of 16 rows are kept \(\d+ too long\)"):
+        result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true")
     assert result.exit_code == 0, (result.output, result.exception)
     report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
     assert report["read"] == 16 and 0 < report["kept"] < 16
@@ -369,7 +432,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
         ("convert", ["lora.r=2", "training.time_embedding=true"], ["time_embedding", "without lora"]),
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
-        ("pretrain", ["data.train=[{path: a.txt}]"], ["data.task", "no stream and no mixture"]),
+        ("pretrain", ["data.train=[{path: docs/samples/stories.txt}]"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.shuffle_buffer=9"], ["data.shuffle_buffer", "data.streaming"]),
         ("pretrain", ["data.train=[{path: a.txt, weight: 0}]"], ["data.train.0.weight (command line): 0 is not valid", "greater than 0"]),
     ],

@@ -23,7 +23,7 @@ from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
 from unmask.redaction import CONTROL
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 from unmask.training.trainer import DiffusionTrainer
 
 

@@ -10,7 +10,7 @@ import pytest
 from unmask.artifacts import MetricsLog
 from unmask.commands.summary import next_commands, summarise
 from unmask.config.run import RunConfig
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 
 
 def config(folder, **data):
@@ -28,22 +28,22 @@ def test_the_first_and_the_last_value_are_shown(tmp_path):
     lines = [{"loss": 0.69314, "accuracy": 0.5}, {"loss": 0.6, "accuracy": 0.75}, {"loss": 0.51, "accuracy": 0.875}, {"train_loss": 0.6}]
     found = shown(tmp_path, lines)
     assert found["time"] == "1:05, 4 steps"
-    assert found["loss"] == "0.6931 → 0.51" and found["accuracy"] == "0.5 → 0.875"
+    assert found["training loss"] == "0.6931 → 0.51" and found["accuracy"] == "0.5 → 0.875"
 
 
 def test_numbers_that_are_not_finite_are_left_out(tmp_path):
     lines = [{"loss": 0.5, "grad_norm": math.inf, "accuracy": math.nan}, {"loss": 0.25, "grad_norm": 1.0}]
-    assert {"loss": "0.5 → 0.25"}.items() <= shown(tmp_path, lines).items() and "accuracy" not in shown(tmp_path, [])
+    assert {"training loss": "0.5 → 0.25"}.items() <= shown(tmp_path, lines).items() and "accuracy" not in shown(tmp_path, [])
 
 
 def test_a_run_that_logged_nothing_shows_its_mean_loss(tmp_path):
-    assert shown(tmp_path, [{"train_loss": 2.5}])["loss"] == "2.5"
+    assert shown(tmp_path, [{"train_loss": 2.5}])["training loss"] == "2.5"
 
 
 def test_of_several_rewards_each_is_shown_and_the_loss_is_not(tmp_path):
     first = {"loss": 0.0, "reward": 0.4, "rewards/short": 0.875, "rewards/sudoku/partial": 0.1, "rewards/sudoku/partial/wrong": 1.0}
     found = shown(tmp_path, [first, {**first, "reward": 0.5, "rewards/short": 1.0}])
-    assert {name: value for name, value in found.items() if "reward" in name or name == "loss"} == {
+    assert {name: value for name, value in found.items() if "reward" in name or "loss" in name} == {
         "reward": "0.4 → 0.5",
         "rewards/short": "0.875 → 1",
         "rewards/sudoku/partial": "0.1",
@@ -57,7 +57,7 @@ def test_rewards_that_are_all_the_same_are_said_to_teach_nothing(tmp_path):
 
 def test_the_loss_of_a_conversion_is_of_its_last_stage(tmp_path):
     lines = [{"loss": 4.0, "stage": 1}, {"loss": 3.5, "stage": 2}, {"train_loss": 3.75, "stage": 2}, {"train_loss": 1.5, "stage": 3}]
-    assert shown(tmp_path, lines)["loss"] == "4 → 1.5"
+    assert shown(tmp_path, lines)["training loss"] == "4 → 1.5"
 
 
 def test_the_next_command_asks_for_as_many_problems_of_a_task_of_the_user(tmp_path):
@@ -72,7 +72,7 @@ def test_an_evaluation_that_is_not_of_the_run_is_not_shown(tmp_path):
     assert shown(tmp_path, [{"loss": 0.25, "tokens_per_second": 10.0}]) | {"model": ""} == {
         "model": "",
         "time": "1:05, 1 step",
-        "loss": "0.25",
+        "training loss": "0.25",
         "tokens per second": "10",
     }
 

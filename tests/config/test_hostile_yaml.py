@@ -185,3 +185,11 @@ def test_what_is_accepted_of_mutated_files_is_valid(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
 def test_what_is_accepted_of_many_mutated_files_is_valid(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert accepted(count, tmp_path, monkeypatch) > count / 10
+
+
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "\ta: 1\n", "a:\n  b: 1\n\tc: 2\n", "a:\tb\n"])
+def test_a_tab_is_named(text):
+    with pytest.raises(ConfigError, match=r"own\.yaml, line \d: there is a tab where YAML has spaces") as caught:
+        parse_yaml(text, "own.yaml")
+    assert caught.value.remedy == "Replace tabs by spaces"
+    assert parse_yaml(text.replace("\t", "  ").removeprefix("  "), "own.yaml")

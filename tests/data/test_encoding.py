@@ -13,7 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
+from tests.tokenizers import tokenizer as every_kind
 from unmask.data.characters import character_tokenizer
+from unmask.data.decoding import text_after
 from unmask.data.encoding import (
     encode_completion,
     encode_example,
@@ -24,8 +26,9 @@ from unmask.data.encoding import (
     is_conversational,
     split_implicit_prompt,
 )
+from unmask.data.rows import iter_text_rows
 from unmask.errors import ConfigError, DataError
-from unmask.models.chat_template import TEMPLATES, read_template, turn_end
+from unmask.models.chat_template import TEMPLATES, read_template, turn_end, without_start
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -369,7 +372,7 @@ def test_an_earlier_answer_may_be_only_a_tool_call(content):
     prompt, _, learnt = encode_turns(tokenizer, turns, "all")
     assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == "f<|im_end|>"
     with pytest.raises(DataError, match="does not end a turn of the assistant"):
-        encode_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said)), turns, "all")
+        encode_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said + calls)), turns, "all")
 
 
 def test_a_template_by_name_or_from_a_file(tmp_path):
@@ -543,3 +546,83 @@ def test_is_conversational(field):
     assert is_conversational({"x": 1, field: [_turn("user", "a")]})
     assert not any(is_conversational({field: value}) for value in ("a", [], [1, 2], None, [{"content": "a"}]))
     assert not is_conversational({"text": [_turn("user", "a")]})
+
+
+SPACE_BEFORE_ANSWERS = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} {% else %}ASSISTANT: {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""As Vicuna's: the model writes the space."""
+
+
+@pytest.mark.parametrize("template, space", [(SPACE_BEFORE_ANSWERS, " "), (PLAIN, "")])
+@pytest.mark.parametrize("kind", ["bytes", "llama", "mistral"])
+def test_a_model_is_shown_its_answer_as_it_wrote_it(kind, template, space):
+    tokenizer = copy.deepcopy(every_kind(kind))
+    tokenizer.chat_template = template
+    prompt, answer = encode_pair(tokenizer, ASKED, [_turn("assistant", "the sun")])
+    written = text_after(tokenizer, prompt, answer, [tokenizer.eos_token_id])
+    assert written == f"{space}the sun"
+    conversation = [*ASKED, _turn("assistant", written), _turn("user", "a")]
+    assert encode_prompt(tokenizer, without_start(tokenizer, conversation))[: len(prompt) + len(answer) - 1] == [*prompt, *answer[:-1]]
+    assert without_start(tokenizer, [_turn("user", " a"), _turn("assistant", "\n b")]) == [_turn("user", " a"), _turn("assistant", "\n b")]
+
+
+def _learnt(tokenizer, prompt: list[int], answer: list[int], learnt: list[bool]) -> str:
+    return tokenizer.decode([*(token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt), *answer])
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([None, 0, 1])), min_size=1, max_size=4))
+def test_an_answer_with_weight_0_is_not_learnt(answers):
+    turns = []
+    for text, weight in answers:
+        turns += [_turn("user", "q"), _turn("assistant", text) | ({} if weight is None else {"weight": weight})]
+    wanted = [text for text, weight in answers if weight != 0]
+    if not wanted:
+        with pytest.raises(DataError, match="all answers have weight 0") as caught:
+            encode_turns(CHAT, turns, "all")
+        assert caught.value.reason == "without an answer"
+        return
+    through = 2 * max(index for index, (_, weight) in enumerate(answers) if weight != 0) + 2
+    for learn, expected in (("all", wanted), ("last", wanted[-1:])):
+        prompt, answer, learnt = encode_turns(CHAT, turns, learn)
+        assert _learnt(CHAT, prompt, answer, learnt) == "".join(f"{text}<|im_end|>" for text in expected)
+        assert [*prompt, *answer] == encode_example(CHAT, {"messages": [_turn(t["role"], t["content"]) for t in turns[:through]]})[1]
+
+
+def test_an_answer_with_weight_0_is_refused_where_it_would_be_learnt():
+    unlearnt = [ANSWER[0] | {"weight": 0}]
+    for encode in (
+        lambda: encode_pair(CHAT, ASKED, unlearnt),
+        lambda: encode_preference(CHAT, {"prompt": ASKED, "chosen": ANSWER, "rejected": [OTHER[0] | {"weight": 0}]}),
+        lambda: encode_example(CHAT, {"messages": [*ASKED, *unlearnt, *ASKED, *ANSWER]}),
+    ):
+        with pytest.raises(DataError) as caught:
+            encode()
+        assert caught.value.where == "weight"
+
+
+@pytest.mark.parametrize("tokenizer", [BARE, CHAT, SPACED["always"], SPACED["never"]], ids=["characters", "chatml", "spaced", "unspaced"])
+@pytest.mark.parametrize("parses", [False, True])
+def test_a_document_begins_and_ends_once(tokenizer, parses):
+    """In every verb that reads texts, also if the text spells, or renders, its beginning and its end."""
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.parse_special_tokens = parses
+    bos, eos = tokenizer.bos_token or "", tokenizer.eos_token
+    begins = [tokenizer.bos_token_id] if tokenizer("")["input_ids"] else []
+    for before, after in itertools.product(["", bos] if parses else [""], ["", eos, f"{eos}\n" if parses else eos]):
+        prompt, ids = encode_example(tokenizer, {"text": f"{before}ab{after}"})
+        assert [*prompt, *ids] == [*begins, *tokenizer("ab", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        [row] = iter_text_rows(tokenizer, [f"{before}ab{after}"], 64)
+        assert row["input_ids"] == [tokenizer.bos_token_id, *ids]
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE], ids=["chatml", "simple"])
+def test_a_rendered_conversation_has_the_ids_of_its_messages(tokenizer):
+    parses = copy.deepcopy(tokenizer)
+    parses.parse_special_tokens = True
+    text = tokenizer.apply_chat_template([*ASKED, *ANSWER], tokenize=False)
+    expected = encode_example(tokenizer, {"messages": [*ASKED, *ANSWER]})[1]
+    assert encode_example(parses, {"text": text})[1] == expected
+    [row] = iter_text_rows(parses, [text, ""], 1024)
+    assert row["input_ids"] == [parses.bos_token_id, *expected]

@@ -184,6 +184,9 @@ def test_a_bad_first_row_sets_no_format(bad, good):
         (SUPERVISED, {"prompt": "a"}, "'completion'"),
         (SUPERVISED, {"promt": "a"}, "'prompt', 'completion'"),
         (SUPERVISED, {"question": "a", "attempt": "b"}, "'thinking_trajectories'"),
+        (SUPERVISED, {"question": "a", "answer": "b"}, "'prompt', 'completion'"),
+        (SUPERVISED, {"question": "a"}, "'prompt', 'completion'"),
+        (UNPAIRED, {"question": "a", "output": "b", "label": True}, "'prompt', 'completion'"),
         (PREFERENCES, {"prompt": "a", "chosen": "b"}, "'rejected'"),
         (PREFERENCES, {"chosen": "b"}, "'rejected'"),
         (PREFERENCES, {"conversations": [], "chosen": "b"}, "'rejected'"),
@@ -272,7 +275,7 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
     [
         ("text", "a row cannot be 'text'", "wrong type"),
         (None, "a row cannot be None", "wrong type"),
-        ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: the column tools is not supported", "with tools"),
+        ({"prompt": "a", "completion": "b", "tools": [{"name": "add"}]}, "tools: a text has no chat template", "with tools"),
         ({"conversations": CHAT, "history": [["a", "b"]]}, "history: the column history is not supported", "with history"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system: the column system is not supported", "with system"),
     ],
@@ -291,3 +294,28 @@ def test_a_prompt_under_another_name_is_refused(name):
     with pytest.raises(DataError, match=f"{name}: the column {name} is not supported"):
         Reader(PREFERENCES).read(row | {name: "a"})
     assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row
+
+
+@pytest.mark.parametrize(("role", "weight"), [("assistant", 0.5), ("assistant", "0"), ("user", 1), ("system", 2)])
+def test_a_weight_is_0_or_1_and_only_answers_have_one(role, weight):
+    with pytest.raises(DataError, match=f"the {role}'s message has weight") as caught:
+        read([{"messages": [{"role": role, "content": "a", "weight": weight}, *CHAT]}])
+    assert caught.value.reason == "wrong type"
+
+
+@pytest.mark.parametrize(
+    ("row", "formats", "renamed"),
+    [
+        ({"question": "a", "answer": "b"}, SUPERVISED, "question to prompt and answer to completion"),
+        ({"instruction": "a", "output": "b"}, SUPERVISED, "instruction to prompt and output to completion"),
+        ({"prompt": "a", "response": "b"}, SUPERVISED, "response to completion"),
+        ({"query": "a", "completion": "b", "label": True}, UNPAIRED, "query to prompt"),
+    ],
+)
+def test_a_column_under_another_name_is_named(row, formats, renamed):
+    with pytest.raises(DataError) as caught:
+        read([row], formats)
+    assert caught.value.remedy is not None and caught.value.remedy.startswith(f"Rename {renamed}:")
+    words = renamed.split()
+    names = dict(zip(words[0::4], words[2::4], strict=True))
+    assert read([{names.get(name, name): value for name, value in row.items()}], formats)  # the remedy works

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import string
 from collections.abc import Sequence
 from typing import Any
@@ -337,10 +339,45 @@ def test_unpaired_completions_keep_their_label(texts):
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
 
-@pytest.mark.parametrize("label", [1, "true", 0.5])
+@pytest.mark.parametrize(("good", "bad"), [(1, 0), (1.0, 0.0), ("1", "0"), ("true", "false"), (" True", "FALSE")])
+def test_a_label_may_be_a_number_or_text_of_a_table(good, bad):
+    rows = made([GOOD | {"label": good}, GOOD | {"label": bad}], formats=UNPAIRED)
+    assert [row["label"] for row in rows] == [True, False]
+
+
+@pytest.mark.parametrize("label", [2, "yes", 0.5, math.nan, [True]])
 def test_a_label_is_a_boolean(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
-    with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
+    with pytest.raises(DataError, match=rf"row 1, label: {re.escape(repr(label))} is neither true nor false"):
         made(examples, formats=UNPAIRED)
     rows = made(examples, formats=UNPAIRED, skip=True)
     assert rows.report.dropped == {"wrong type": [1]}
+
+
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_the_report_counts_all_learnt_answers(learn):
+    turns = [("a", "bb"), ("cc", "ddd"), ("e", "f")]
+    messages = [{"role": role, "content": text} for pair in turns for role, text in zip(("user", "assistant"), pair, strict=True)]
+    rows = made([{"messages": messages}, {"messages": messages[:2]}], RowLimits(1024), tokenizer=CHAT, learn=learn)
+    summary = rows.report.to_dict()
+    assert summary["answers"] == (4 if learn == "all" else 2)
+    learnt = sorted(sum(row["maskable"]) for row in rows)
+    assert [summary["tokens"]["completion"][name] for name in ("shortest", "longest")] == [learnt[0], learnt[-1]]
+    assert summary["tokens"]["prompt"]["longest"] == max(len(row["maskable"]) - sum(row["maskable"]) for row in rows)
+
+
+@pytest.mark.parametrize(("max_length", "context"), [(10, None), (10, 30), (10, 12), (10, 10)])
+def test_what_is_advised_for_a_row_that_is_too_long_works(max_length, context):
+    for prompt, completion in (("abcabcabcabc", "abc"), ("a", "abcabcabcabcabc"), ("abcabcabcabcab", "abc")):
+        with pytest.raises(DataError) as caught:
+            made([{"prompt": prompt, "completion": completion}], RowLimits(max_length, context=context))
+        advised, remedy = [], str(caught.value.remedy)
+        if found := re.search(r"training\.max_length=(\d+)", remedy):
+            assert context is None or int(found[1]) <= context
+            advised.append(RowLimits(int(found[1]), context=context))
+        else:
+            assert f"and the model's context is {context}" in caught.value.what and "remove the row" in remedy
+        if "truncate_prompt" in remedy:
+            advised.append(RowLimits(max_length, truncate_prompt=True, context=context))
+        for limits in advised:
+            assert made([{"prompt": prompt, "completion": completion}], limits)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.data.report import DataReport, histogram, quantiles
-from unmask.errors import DataError
+from unmask.data.characters import character_tokenizer
+from unmask.data.report import DataReport, histogram, marked_text, print_report, quantiles
+from unmask.errors import DataError, UnmaskWarning
 
 lengths = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
 
@@ -98,3 +99,35 @@ def test_the_report_is_json_and_is_pickled_with_the_rows():
     rows = report.attach([{"input_ids": [1]}])
     again = pickle.loads(pickle.dumps(rows))  # as a data loader sends it to its workers
     assert again == rows and again.report.to_dict() == summary
+
+
+@given(st.lists(st.tuples(st.text("ab c", min_size=1, max_size=6), st.booleans()), min_size=1, max_size=6))
+def test_what_is_learnt_is_marked(parts):
+    tokenizer = character_tokenizer("ab c")
+    ids = [token for text, _ in parts for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+    learnt = [is_learnt for text, is_learnt in parts for _ in text]
+    text = marked_text(tokenizer, ids, learnt)
+    assert text.replace("⟦", "").replace("⟧", "") == tokenizer.decode(ids)
+    inside, found = False, []
+    for character in text:
+        if character in "⟦⟧":
+            inside = character == "⟦"
+        else:
+            found.append(inside)
+    assert found == learnt and "⟧⟦" not in text
+
+
+def test_a_warning_says_that_few_rows_are_kept(capsys):
+    for good, read in ((6, 60), (19, 60), (20, 60)):
+        report = DataReport("train_dataset", skip=True)
+        for index in range(read):
+            with report.row(index):
+                report.record_lengths(prompt=1)
+                if index >= good:
+                    raise DataError("no good", reason="too long")
+        rows = report.attach([*range(good)])
+        if good < 20:
+            with pytest.warns(UnmaskWarning, match=rf"train_dataset: only {good} of 60 rows are kept \({60 - good} too long\)"):
+                print_report(rows, wanted=True)
+        print_report(rows, wanted=True)  # once
+    assert "train_dataset: rows" in capsys.readouterr().out

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import shared_path
 from unmask.config.run import DataSource
-from unmask.data.sources import load_examples, load_mixture, load_rows, split_documents
-from unmask.errors import DataError
+from unmask.data.sources import load_examples, load_mixture, load_records, load_rows, split_documents
+from unmask.errors import DataError, UnmaskWarning
 
 ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
 
@@ -110,9 +110,9 @@ def damaged_folder(home, suffix):
 def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suffix):
     home = tmp_path / "rows"
     path = damaged_folder(home, suffix)
-    sources = [(home, f"{home}, part 2 of 2")] + [(path, str(path))] * (suffix == "parquet")
-    for source, where in sources:
-        with pytest.raises(DataError, match=r"the rest cannot be read: .*Write the file again") as error:
+    places = [f"{home}, part 2 of 2", str(path)] if suffix == "parquet" else [f"{path}, line 300"] * 2
+    for source, where in zip((home, path), places, strict=True):
+        with pytest.raises(DataError, match=r"the rest cannot be read: .*Write the file again|malformed JSON") as error:
             list(load_rows(source, streaming=True))
         assert error.value.where == where
     rows = iter(load_rows(home, streaming=True))
@@ -233,7 +233,7 @@ def test_directories(tmp_path):
         load_rows(tmp_path)
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "rows.jsonl").write_text('{"a": 1}\n{"a": ')
-    with pytest.raises(DataError, match=r"files: not a saved dataset, nor files that .*JSON"):
+    with pytest.raises(DataError, match=r"files/rows\.jsonl, line 2: malformed JSON"):
         load_rows(tmp_path / "files")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"no split 'train'.*'test'"):
@@ -302,6 +302,58 @@ def test_a_stream_is_read_lazily(tmp_path):
     assert [row["a"] for row in islice(stream, 2)] == [1, 2]
     with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
         next(stream)
+
+
+CONTENTS = {
+    "txt": "One\ntwo\n\n007\n",
+    "jsonl": '{"text": "007", "day": "2024-01-01", "id": 123456789012345678901234567890}\n{"text": "b", "other": "\\ud800"}\n',
+    "json": '[{"text": "1e5", "id": 123456789012345678901234567890}, {"text": null, "id": "a"}]',
+    "csv": "text,number\n007,NA\n1e5,\n",
+    "tsv": "text\tnumber\n007\t1\n",
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("suffix", CONTENTS)
+def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed, tmp_path):
+    content, name = CONTENTS[suffix].encode(), f"train-0.{suffix}{'.gz' * packed}"
+    (tmp_path / "rows").mkdir()
+    for path in (tmp_path / name, tmp_path / "rows" / name):
+        path.write_bytes(gzip.compress(content) if packed else content)
+    alone = list(load_examples(tmp_path / name))
+    assert alone and all(isinstance(row["text"], str | None) for row in alone)
+    assert list(load_examples(tmp_path / "rows")) == alone
+    for source in (tmp_path / name, tmp_path / "rows"):
+        assert list(load_rows(source, streaming=True)) == alone
+        assert [row for _, row in load_records(source)] == alone
+        mixture = load_mixture([DataSource(path=str(source), text_column="text")] * 2, seed=0)
+        assert {row["text"] for row in mixture} == {row["text"] for row in alone}
+    (tmp_path / "rows" / name.replace("train", "test")).write_bytes((tmp_path / name).read_bytes())
+    assert list(load_examples(tmp_path / "rows", split="test")) == alone == list(load_examples(tmp_path / "rows"))
+    with pytest.raises(DataError, match="no split 'other'"):
+        load_examples(tmp_path / "rows", split="other")
+
+
+def test_files_of_a_folder_are_read_in_turn_and_those_of_another_kind_are_named(tmp_path):
+    home = tmp_path / "rows"
+    home.mkdir()
+    (home / "a.txt").write_text("One\ntwo\n\nthree\n")
+    (home / "b.txt").write_text("x\ny\n")
+    (home / "README.md").write_text("# Notes\n")
+    expected = [{"text": "One\ntwo"}, {"text": "three"}, {"text": "x"}, {"text": "y"}]
+    assert list(load_rows(home)) == list(load_rows(home, streaming=True)) == expected
+    (home / "rows.csv").write_text("text\nb\n")
+    with pytest.warns(UnmaskWarning, match=r"only files of one kind are read, \.txt, but not rows\.csv"):
+        assert list(load_rows(home)) == expected
+
+
+@pytest.mark.parametrize("value", ["123456789012345678901234567890", r'"\ud800"'])
+def test_a_value_that_no_table_can_hold_is_no_traceback(value, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"text": "a", "other": {value}}}')
+    with pytest.raises(DataError, match="a table cannot hold a value") as caught:
+        load_rows(path)
+    assert caught.value.where == str(path)
 
 
 # Mixtures

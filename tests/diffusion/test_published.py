@@ -77,6 +77,29 @@ def test_losses_are_the_published_ones_given_their_masks_and_times(name):
     torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
 
 
+def test_the_loss_of_diffullama_is_divided_by_the_hidden_tokens_of_a_micro_batch():
+    record = PUBLISHED["of"]["diffullama"]
+    views, group_BT = at_times(record)
+    head_DK = HEAD_DK.clone().requires_grad_()
+    loss = weighted_cross_entropy(scored(IDS_BT, head_DK, views), views) / (group_BT >= 0).sum()  # ours
+    loss = loss * (group_BT >= 0).sum() / views.hidden_BMT.sum()
+    loss.backward()
+    assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
+    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+
+
+def test_the_cosine_schedule_of_mdlm_has_a_name():
+    record, schedule = PUBLISHED["of"]["mdlm, cosine"], get_schedule("mdlm-cosine")
+    time_N, rate_N, weight_N = (torch.tensor(record[name], dtype=torch.float64) for name in ("time", "rate", "weight"))
+    torch.testing.assert_close(0.999 * schedule.mask_rate(time_N), rate_N)  # it leaves 0.001 of the tokens visible at t = 1
+    torch.testing.assert_close(schedule.weight(time_N), weight_N)
+    assert ((get_schedule("cosine").mask_rate(time_N) - rate_N).abs() > 0.05).any()  # ours is another one
+    block = PUBLISHED["of"]["bd3lm, cosine"]  # hides 0.001 more, and adds as much to a divisor
+    torch.testing.assert_close(torch.tensor(block["rate"], dtype=torch.float64), rate_N + 0.001)
+    ratio_N = torch.tensor(block["weight"], dtype=torch.float64) / weight_N
+    torch.testing.assert_close(ratio_N, rate_N / (rate_N + 0.002))
+
+
 def test_cart_weights_are_dreams_given_the_masks():
     record = PUBLISHED["of"]["cart"]
     hidden_BMT = torch.tensor(record["hidden"]).bool()[:, None]

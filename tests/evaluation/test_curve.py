@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,19 +58,7 @@ def point(solved, passes, *, tokens=8):
 
 def test_the_area_of_points_is_that_of_their_scores_and_rates():
     solved = [1] * 8 + [0] * 2
-    area = area_under([point(solved, 8), point(solved, 2)])
-    assert area.mean == pytest.approx(aup([1, 4], [80, 80])) == pytest.approx(320)
-    # the area is 4 tokens per pass times the accuracy, whose standard error is 12.6: within what a bootstrap of ten items gives
-    assert 100 <= area.low < 320 < area.high == 400
-
-
-def test_points_share_their_resamples():
-    """Points with the same solved items lose nothing in any resample: the interval is that of the accuracy times four."""
-    rng = np.random.default_rng(0)
-    solved = rng.integers(0, 2, 100)
-    area = area_under([point(solved, 8), point(solved, 2)])
-    se = 4 * 100 * math.sqrt(solved.mean() * (1 - solved.mean()) / 100)
-    assert area.high - area.low == pytest.approx(2 * 1.96 * se, rel=0.15)
+    assert area_under([point(solved, 8), point(solved, 2)]) == pytest.approx(aup([1, 4], [80, 80])) == pytest.approx(320)
 
 
 def test_without_shared_items_there_is_no_area():
@@ -84,7 +71,7 @@ def test_speed_is_measured_over_all_items_together():
     items = [Item(id=str(n), group=str(n), tokens=tokens, passes=passes) for n, (tokens, passes) in enumerate([(8, 2), (2, 2), (8, 4)])]
     metrics = with_speed(TaskScores(task="t", protocol={}, metrics={}, items=items)).metrics
     assert metrics["tokens per pass"].mean == 18 / 8 and metrics["passes"].mean == pytest.approx(8 / 3)
-    assert 1 <= metrics["tokens per pass"].low < 18 / 8 < metrics["tokens per pass"].high <= 4
+    assert metrics["tokens per pass"].low < 18 / 8 < metrics["tokens per pass"].high
     assert not metrics["passes"].higher_is_better
 
 
@@ -92,7 +79,7 @@ def test_passes_are_no_success_rate():
     """One pass for each item is no 100%, whose interval would reach below 1."""
     items = [Item(id=str(n), group=str(n), tokens=4, passes=1) for n in range(5)]
     passes = with_speed(TaskScores(task="t", protocol={}, metrics={}, items=items)).metrics["passes"]
-    assert (passes.low, passes.mean, passes.high) == (1, 1, 1)
+    assert (passes.low, passes.mean, passes.high) == (None, 1, None)
 
 
 def test_points_keep_the_rest_of_the_sampler():

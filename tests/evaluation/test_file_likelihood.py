@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import string
 import threading
 
 import pytest
 
 from unmask.data.characters import character_model
+from unmask.data.pairs import RowLimits, pair_rows
+from unmask.data.report import DataReport
 from unmask.errors import DataError
 from unmask.evaluation import file_likelihood
 from unmask.evaluation.file_likelihood import LIKELIHOOD, NATS_PER_TOKEN, Documents
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import log_likelihood
+from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
 
@@ -116,3 +121,54 @@ def test_a_file_without_text_is_one_error(tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(DataError, match="empty"):
         measured(CAUSAL, str(tmp_path / "empty.txt"))
+
+
+def chat_model():
+    lm = character_model(string.ascii_lowercase + ":\n", hidden=16, layers=1, context=128, seed=0)
+    lm.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return lm
+
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "user", "content": "a"}]
+ANSWER = [{"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "one", "completion": "two"},
+        {"prompt": CHAT, "completion": ANSWER},
+        {"messages": CHAT + ANSWER},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+    ],
+    ids=["pair", "pair of messages", "messages", "sharegpt"],
+)
+def test_of_rows_for_fine_tuning_the_answers_are_measured(row, tmp_path):
+    """The tokens that `unmask sft` learns, but for those that fill a block, given all before them."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    lm = chat_model()
+    [learnt] = pair_rows(lm.tokenizer, [row], RowLimits(128), DataReport("rows"), ends=lm.eos_token_ids, learn="all")
+    by_token = prompt_log_probs(lm, learnt["input_ids"], 0, lambda part: part()).log_probs
+    expected = [value for value, maskable in zip(by_token, learnt["maskable"], strict=True) if maskable]
+    scores = measured(lm, str(tmp_path / "rows.jsonl"))
+    assert scores.items[0].details["tokens"] == scores.protocol["tokens"] == len(expected) > 1
+    assert scores.items[0].details["log_likelihood"] == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_the_column_with_the_texts_is_named(path, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"content": text, "text": "4"}) + "\n" for text in TEXTS))
+    named = Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "content").measure(CAUSAL)
+    assert named.items == measured(CAUSAL, path).items
+    with pytest.raises(DataError, match="--text-column=content") as error:
+        Documents.read(CAUSAL, str(tmp_path / "rows.jsonl"), 200, None, 8, 5, "texts")
+    assert error.value.where.endswith("rows.jsonl, row 0")
+
+
+def test_a_bad_row_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": ""}\n')
+    with pytest.raises(DataError) as error:
+        measured(chat_model(), str(tmp_path / "rows.jsonl"))
+    assert error.value.where.endswith("rows.jsonl, row 1, completion")

@@ -10,7 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from tests import toy
 from tests.helpers import partly_slow, shared_path
-from unmask import log_likelihood
+from tests.serving.models import make_random
+from tests.tokenizers import tokenizer as every_kind
+from unmask import generate, log_likelihood
+from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
+from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import ConfigError, GenerationError
 from unmask.evaluation.likelihood import default_estimator, log_likelihoods
 from unmask.models.load import load
@@ -225,15 +230,29 @@ def test_exact_values_have_no_error():
     assert found.standard_errors.tolist() == found.half_widths().tolist() == [0] * 6
 
 
+def test_few_samples_give_no_interval_except_of_what_is_known():
+    """Of at most two tokens three views are all that there are."""
+    lm = toy.toy()
+    for samples in (1, 4, 9, 16):
+        assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=samples).half_widths().isinf().all()
+    for completion in ([4], [5, 4]):
+        found = log_likelihoods(lm, ["ab"], [completion], "elbo", samples=3)
+        row_T, start = torch.tensor([*encode_prompt(lm.tokenizer, "ab"), *completion]), len(encode_prompt(lm.tokenizer, "ab"))
+        truth = toy.lower_bound(toy.conditionals(lm, row_T, list(range(start, len(row_T)))))
+        assert float(found.values[0]) == pytest.approx(float(truth), abs=1e-6) and found.half_widths().tolist() == [0.0]
+    assert log_likelihoods(lm, ["ab"], ["abab"], "elbo", samples=17).half_widths().isfinite().all()
+
+
 @pytest.mark.slow
-def test_the_interval_holds_the_bound_as_often_as_it_says():
+@pytest.mark.parametrize("samples", [17, 33, 128])
+def test_the_interval_holds_the_bound_as_often_as_it_says(samples):
     """2,000 requests, whose bounds are the sums over all masks."""
     lm, inside = toy.toy(), 0
     for number in range(100):
         row = toy.random_row(toy.PROMPT + 4 + number % 4, seed=number).tolist()
         truth = toy.lower_bound(toy.conditionals(lm, torch.tensor(row), list(range(toy.PROMPT, len(row)))))
         prompts, completions = [row[: toy.PROMPT]] * 20, [row[toy.PROMPT :]] * 20
-        found = log_likelihoods(lm, prompts, completions, "elbo", samples=128, keys=range(20 * number, 20 * number + 20))
+        found = log_likelihoods(lm, prompts, completions, "elbo", samples=samples, keys=range(20 * number, 20 * number + 20))
         inside += int(((found.values - truth).abs() <= found.half_widths()).sum())
     assert 0.93 <= inside / 2000 <= 0.97
 
@@ -243,3 +262,21 @@ def test_a_causal_pair_may_be_one_token_longer_than_the_context():
     assert log_likelihood(lm, ["b"], ["a" * 32 if len(lm.tokenizer("b")["input_ids"]) == 1 else "a" * 31]).isfinite()
     with pytest.raises(GenerationError, match="exceed the context"):
         log_likelihood(lm, ["b"], ["a" * 33])
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama", "mistral", "metaspace", "wordpiece"])
+@pytest.mark.parametrize("prompt", ["Once upon a time", "", [1], [1, 2], [1, 150, 2]])
+def test_the_likelihood_of_a_text_is_that_of_the_tokens_that_wrote_it(kind, prompt):
+    """Whether text, nothing or a special token precedes it."""
+    tokenizer = every_kind(kind)
+    lm, before = make_random(tokenizer, "causal", None), encode_prompt(tokenizer, prompt)
+    for text in ("there was a girl", " there was a girl", ", there.", ". then  was"):
+        ids = encode_completion(tokenizer, before, text)
+        written = text_after(tokenizer, before, ids)
+        assert log_likelihood(lm, [prompt], [written]) == log_likelihood(lm, [prompt], [ids])
+
+
+def test_the_likelihood_of_what_a_model_of_stories_writes():
+    lm = load(str(shared_path("models", "stories260K")))
+    made = generate(lm, ["Once upon a time", "Once upon a time,", "One day"], SamplerConfig(max_new_tokens=24))
+    assert torch.equal(log_likelihood(lm, made.prompts, made.texts), log_likelihood(lm, made.prompts, made.tokens))

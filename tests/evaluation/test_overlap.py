@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
@@ -14,7 +15,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_model
 from unmask.data.problems import read_problems
 from unmask.evaluation import tasks
-from unmask.evaluation.statistics import Interval
+from unmask.evaluation.statistics import Interval, group_interval
 from unmask.evaluation.tasks import evaluate_task
 from unmask.evaluation.text_metrics import GeneratedTexts, text_metrics
 from unmask.tasks import get_task
@@ -49,12 +50,18 @@ def test_values_computed_by_hand():
     assert bleu.mean == pytest.approx(math.exp(1 - 6 / 5)) and (bleu.low, bleu.high) == (-math.inf, math.inf)
 
 
-def test_bleu_is_computed_over_the_corpus_of_each_resample():
-    """Two groups have three different resamples: a quarter has the first twice, a quarter the second twice."""
-    halves = [slice(0, 1), slice(1, 3)]
-    found = overlap(["bleu"], TEXTS[:3], REFERENCES[:3], GROUPS[:3])["bleu"]
-    alone = [sacrebleu.corpus_bleu(TEXTS[half] * 2, [REFERENCES[half] * 2]).score / 100 for half in halves]
-    assert (found.low, found.high) == pytest.approx((min(alone), max(alone)))
+def test_the_interval_of_bleu_is_that_of_corpora_without_a_group():
+    texts, references, groups = TEXTS[:3] * 2, REFERENCES[:3] * 2, list("aabbcd")
+    found = overlap(["bleu"], texts, references, groups)["bleu"]
+    values_N1 = np.eye(6)
+
+    def corpus_bleu(kept_R6):
+        kept = [[text for text, keep in zip(texts, row, strict=True) if keep] for row in kept_R6]
+        right = [[text for text, keep in zip(references, row, strict=True) if keep] for row in kept_R6]
+        return np.array([sacrebleu.corpus_bleu(*pair).score / 100 for pair in zip(kept, [[each] for each in right], strict=True)])
+
+    expected = group_interval(values_N1, corpus_bleu, groups)
+    assert (found.mean, found.low, found.high) == pytest.approx((expected.mean, max(expected.low, 0), min(expected.high, 1)))
 
 
 def test_identical_texts_score_one():

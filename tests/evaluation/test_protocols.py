@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tests.evaluation.authors_samplers import dream, llada, run, sdar
 from tests.generation.tiny_models import stock, tiny
 from tests.helpers import partly_slow
 from unmask.config.run import SamplerConfig
+from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
+from unmask.evaluation.protocols import cut as ended
 from unmask.evaluation.protocols import protocol_names, protocol_tasks, read_protocol
 from unmask.generation import naive, sampler
 from unmask.models.diffusion_lm import DiffusionLM
@@ -192,3 +195,18 @@ def test_unknown_names(name, task, message):
 def test_a_task_scored_by_likelihood_has_no_sampler():
     with pytest.raises(ConfigError, match="protocol llada-base: the answers of piqa are scored by likelihood"):
         read_protocol("llada-base", "piqa").sampler(random_model("llada-base"))
+
+
+def test_stop_strings_are_those_of_lm_evals_task():
+    """Of tasks that Unmask has too, where its authors' code obeys lm-eval's."""
+    tasks = Path(pytest.importorskip("lm_eval.tasks").__file__).parent
+    for name, task in (("llada-base", "gsm8k"), ("llada-base", "humaneval"), ("llada-base", "mbpp"), ("dream-base", "mbpp")):
+        published = re.search(r"\n  until:\n((?:    - .*\n)+)", (tasks / task / f"{task}.yaml").read_text())
+        assert read_protocol(name, task).until == parse_yaml(published.group(1), task)
+    assert read_protocol("dream-base", "humaneval").until == [] and read_protocol("dream-base", "humaneval").ignore_until
+    for name in ("llada-base", "dream-base"):
+        assert any(line.startswith("Stop strings:") for line in read_protocol(name, "mbpp").differences)
+
+
+def test_a_text_ends_before_the_first_stop_string():
+    assert ended("a. b\n\nc", ["\n\n", "."]) == "a" and ended("abc", ["d"]) == "abc" and ended("abc", []) == "abc"

@@ -31,7 +31,7 @@ def test_every_metric_is_that_of_its_function():
         **overlap.bleu(answers, of.references, GROUPS),
         "entropy": diversity.token_entropy(judge.tokenizer, TEXTS, GROUPS),
         **diversity.distinct(TEXTS),
-        "self-bleu": diversity.self_bleu(TEXTS, GROUPS),
+        "self-bleu": diversity.self_bleu(TEXTS),
         "perplexity": perplexity.value,
     }
     assert found.judged == {"texts": 3, "tokens": perplexity.tokens}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tests.generation.tiny_models import ALPHABET, PROMPTS, every_pattern, tiny
 from tests.models.test_end_tokens import EOS, IM_END, A, write
 from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.generation import naive, sampler
-from unmask.generation.output import end_of, text_of
+from unmask.generation.output import end_of
 from unmask.models.load import load
 
 ENDS = (2, 5, 8)  # EOS and two letters
@@ -75,4 +76,4 @@ def test_a_text_has_no_end_token(tokens):
     end = end_of(tokens, ENDS)
     assert not set(ENDS) & set(tokens[: end - 1]) and (end == len(tokens) or tokens[end - 1] in ENDS)
     kept = [token for token in tokens[:end] if token not in ENDS]
-    assert text_of(lm.tokenizer, tokens[:end], ENDS) == lm.tokenizer.decode(kept)
+    assert text_after(lm.tokenizer, [], tokens[:end], ENDS) == lm.tokenizer.decode(kept)

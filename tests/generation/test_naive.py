@@ -42,6 +42,8 @@ def test_causal_decoding_is_that_of_transformers(family, generate):
 @pytest.mark.parametrize("steps", [None, 1, 4, 7])
 def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch):
     lm, seen = tiny("phi", attention, block_size), []
+    blocks = 1 if attention == "bidirectional" else -(-7 // (block_size or 1))
+    steps = steps and max(steps, blocks)
     logits = lm.logits
     monkeypatch.setattr(lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1])
     config = SamplerConfig(max_new_tokens=7, steps=steps, temperature=1.0, stop_at_eos=False)

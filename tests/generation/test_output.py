@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from tests.generation.tiny_models import every_pattern, tiny
 from tests.helpers import examples, partly_slow
+from tests.serving.models import make_random
+from tests.tokenizers import KINDS
+from tests.tokenizers import tokenizer as every_kind
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.output import Trace, make_generation
@@ -59,6 +62,8 @@ def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, c
     """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy tokens."""
     lm = tiny("phi", attention, block_size, logit_shift)
     size = decoding_block if attention == "bidirectional" else None
+    fewest = 8 // {"causal": 1, "block_causal": block_size}.get(attention, size or 8) + 1  # every block takes a step
+    case = case._replace(steps=case.steps and min(max(case.steps, fewest), 8))
     config = SamplerConfig(max_new_tokens=8, trace=True, block_size=size, **case._asdict())
     prompts = [[4, 5], [6, 7, 8, 9, 4], [5]]
     generation = generate(lm, prompts, config)
@@ -88,3 +93,16 @@ def replay(lm, request: Request, trace: Trace, config: SamplerConfig) -> None:
         if config.temperature == 0 and config.policy == "confidence":
             best = sorted((position for position in hidden if first <= position < stop), key=lambda at: -log_probs_TV[at].max().float())
             assert sorted(best[:count]) == revealed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_what_completions_add_to_their_prompts(kind):
+    """Also where random bytes make no characters."""
+    tokenizer = every_kind(kind)
+    lm = make_random(tokenizer)
+    prompts = ["Once upon a time", "then", "", [1, 2], "Once 猫"]
+    made = sampler.generate(lm, prompts, SamplerConfig(max_new_tokens=20, temperature=1.0, stop_at_eos=False))
+    for prompt, tokens, text in zip(made.prompts, made.tokens, made.texts, strict=True):
+        whole, before = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt + tokens, prompt))
+        assert text == whole[len(before) :]
+        assert not whole.startswith(before) or before + text == whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import get_args
 
@@ -13,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, Top
 
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
-from unmask.errors import GenerationError
+from unmask.errors import ConfigError, GenerationError
 from unmask.generation.policies import best, count_remasked, decide, draw, first_by_priority, keep_likely, num_accepted, penalise_and_ban
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
@@ -257,6 +258,27 @@ def test_a_factor_raises_the_bar_for_each_further_token():
 def test_an_entropy_bound_holds_for_the_sum():
     priority_BW = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
     assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
+
+
+tenths = st.integers(0, 40).map(lambda number: number / 10)
+
+
+@given(st.lists(tenths, min_size=1, max_size=7), tenths.map(lambda bound: bound + 0.05))
+def test_the_rule_of_the_eb_sampler_leaves_the_largest_entropy_out(entropies, bound):
+    """The largest set whose entropies sum to at most the bound without their maximum (Ben-Hamu et al. 2025), over all sets."""
+    sets = [chosen for size in range(1, len(entropies) + 1) for chosen in itertools.combinations(entropies, size)]
+    largest = max(len(chosen) for chosen in sets if sum(chosen) - max(chosen) <= bound)
+    config = SamplerConfig(policy="entropy", entropy_bound=bound, entropy_rule="sum-minus-max")
+    assert num_accepted(priorities([[-entropy for entropy in entropies]]), config).tolist() == [largest]
+    with pytest.raises(ConfigError) as raised:
+        SamplerConfig(policy="entropy", entropy_rule="sum-minus-max")
+    assert raised.value.where == "entropy_rule"
+
+
+def test_tokens_that_are_revealed_last_wait_for_the_eb_sampler_too():
+    lowest = torch.finfo(torch.float32).min
+    config = SamplerConfig(policy="entropy", entropy_bound=1.0, entropy_rule="sum-minus-max")
+    assert num_accepted(priorities([[-0.1, lowest, lowest], [-torch.inf, lowest, lowest]]), config).tolist() == [1, 1]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))

@@ -46,7 +46,8 @@ def test_blocks_tile_the_completion(attention, block_size, start, blocks, decodi
     size = decoding_block if attention == "bidirectional" else None
     count = blocks * (decoding_block or 1)
     lm = tiny("phi", attention, block_size)
-    config = SamplerConfig(max_new_tokens=count, block_size=size, steps=min(steps or count, count) if steps else None)
+    fewest = math.ceil(count / {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention])
+    config = SamplerConfig(max_new_tokens=count, block_size=size, steps=min(max(steps, fewest), count) if steps else None)
     (request,) = make_requests(lm, [[4] * start], config)
     assert request.length == start + count and request.prompt == [4] * start
     positions = [position for first, stop in request.blocks for position in range(first, stop)]
@@ -127,6 +128,31 @@ def test_the_ancestral_schedule_reveals_tokens_independently():
 def test_more_steps_than_tokens_fit_a_schedule_that_skips():
     lm = tiny("phi", "bidirectional")
     assert sum(make_requests(lm, [[4]], SamplerConfig(max_new_tokens=8, steps=40, schedule="dream"))[0].counts[0]) == 8
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "settings", "fewest"),
+    [
+        ("bidirectional", None, {"block_size": 4}, 3),
+        ("bidirectional", None, {"block_size": 4, "schedule": "dream"}, 3),
+        ("block_causal", 4, {}, 3),
+        ("block_causal", 4, {"sub_block_size": 2}, 6),
+        ("causal", None, {}, 12),
+    ],
+)
+def test_fewer_steps_than_blocks_are_refused(attention, block_size, settings, fewest):
+    lm = tiny("phi", attention, block_size, False)
+    sampler = SamplerConfig(max_new_tokens=12, steps=fewest, **settings)
+    [request] = make_requests(lm, [[4] * 4], sampler)
+    assert sum(map(len, request.counts)) == fewest
+    few = sampler.model_copy(update={"steps": fewest - 1})
+    for make, text, where in (
+        (make_requests, [4] * 4, "steps"),
+        (make_infill_requests, [4] * 4 + [lm.mask_token_id] * 12, "steps and text 0"),
+    ):
+        with pytest.raises(GenerationError) as raised:
+            make(lm, [text], few)
+        assert raised.value.where == where and str(fewest) in str(raised.value)
 
 
 @every_pattern

@@ -5,6 +5,7 @@ Phi and GPT-2 have rotary and learned positions, and compute in float64 througho
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from pathlib import Path
 
@@ -114,7 +115,8 @@ def configs(draw, attention: str, block_size: int | None):
     rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
     if rule == "entropy_bound":
         bound, filtered = draw(st.sampled_from([0.0, 0.5, 3.0])), draw(st.booleans())
-        return SamplerConfig(entropy_bound=bound, policy="entropy", filtered_confidence=filtered, **shared)
+        left_out = draw(st.sampled_from(["sum", "sum-minus-max"]))
+        return SamplerConfig(entropy_bound=bound, entropy_rule=left_out, policy="entropy", filtered_confidence=filtered, **shared)
     if rule in ("threshold", "factor"):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
@@ -123,8 +125,11 @@ def configs(draw, attention: str, block_size: int | None):
     revise = None
     if not remask and attention != "causal" and 1 not in (block_size, shared["block_size"], shared["sub_block_size"]):
         revise = draw(st.none() | revisions(["cap", "rescale", "conf", *["loop"] * (schedule == "even")]))
+    unit = {"causal": 1, "bidirectional": shared["block_size"] or size}.get(attention, block_size)
+    parts = 1 + math.ceil(unit / shared["sub_block_size"]) if shared["sub_block_size"] else 1  # with a logit shift the first token is one
+    fewest = min(size, math.ceil(size / unit) * parts) if rule == "steps" else 1  # every block takes a step
     return SamplerConfig(
-        **{rule: draw(st.none() | st.integers(1, size))},
+        **{rule: draw(st.none() | st.integers(fewest, size))},
         policy=policy,
         order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
         filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),

@@ -11,13 +11,14 @@ import pytest
 
 from tests.migration.examples import ACCELERATE, CONVERTER_HARDWARE, CONVERTER_MODEL, D1_YAML, EXAMPLES, Example
 from tests.training.tiny_runs import unmask
+from unmask.commands.settings.listing import stock_settings
 from unmask.commands.verbs import VERBS
 from unmask.config.run import RunConfig
 from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
-from unmask.migration.migrate import TRAINING_ARGUMENTS, migrate
+from unmask.migration.migrate import migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
 
@@ -77,7 +78,7 @@ def test_what_several_keys_say_together_is_told_once(tmp_path):
     rows = {row[0].partition(" = ")[0]: row for row in migrate([path]).table()}
     assert "'rate': 0.5" in rows["stage1_epochs"][2]
     assert rows["stage2_epochs"][2] == rows["stage3_epochs"][2] == "training.num_train_epochs, training.stages, as above"
-    assert rows["eval_steps"][1] == "kept" and "training.eval_strategy=steps" in rows["eval_steps"][3]
+    assert rows["eval_steps"][1] == "dropped" and "training.eval_strategy=steps" in rows["eval_steps"][3]
 
 
 def test_the_later_file_wins_and_the_row_says_so(tmp_path):
@@ -232,7 +233,9 @@ def sections(name: str) -> set[str]:
 
 def test_marks_are_keys_of_their_table():
     for name, form in FORMATS.items():
-        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | TRAINING_ARGUMENTS, name
+        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | {each.name for each in stock_settings().values()}, (
+            name
+        )
 
 
 def test_recognition_is_by_what_only_one_format_knows():

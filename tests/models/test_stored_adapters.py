@@ -27,6 +27,7 @@ KINDS = {
     "rank-stabilised": {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 5}},
     "DoRA": {"use_dora": True},
     "a whole module": {"modules_to_save": ["fc1"]},
+    "table and head": {"target_modules": ["embed_tokens", "lm_head"]},
 }
 WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -108,7 +109,7 @@ SPOILED = {
     "torn": (lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-9]), "cannot read the adapters"),
     "no JSON": (lambda folder: (folder / SETTINGS).write_text("{"), "cannot read the adapters"),
     "other layers": (lambda folder: rewrite(folder, target_modules=["c_attn"]), "Target modules .*c_attn.* not found"),
-    "on the head": (lambda folder: rewrite(folder, target_modules=["lm_head"]), "an adapter of the output head"),
+    "on the head": (lambda folder: rewrite(folder, target_modules=["lm_head"]), r"lm_head\.lora_A\.weight is absent"),
     "another rank": (lambda folder: rewrite(folder, r=8), r"another model: .*lora_A\.weight is \(4, 16\), and has to be \(8, 16\)"),
     "a part": (lambda folder: spoil(folder, lambda weights: weights.popitem()), r"another model: .* is absent, and has to be \("),
     "a table": (

@@ -171,15 +171,15 @@ def test_simpo_has_no_reference(tmp_path):
     [
         ("bidirectional", None, {"samples": 5}, 5),
         ("bidirectional", None, {"samples": 5, "complementary": True}, 5),
-        ("block_causal", 8, {}, 8),
+        ("block_causal", 8, {"samples": 8}, 8),
         ("block_causal", 4, {}, 15),
         ("block_causal", 2, {}, 3),
-        ("block_causal", 4, {"bound": "elbo"}, 8),
+        ("block_causal", 4, {"bound": "elbo", "samples": 8}, 8),
         ("causal", None, {}, 1),
     ],
 )
 def test_views_by_estimator(attention, block_size, more, count, tmp_path):
-    trainer = make("dpo", tmp_path, tiny(attention, block_size), **{"samples": 8} | more)
+    trainer = make("dpo", tmp_path, tiny(attention, block_size), **more)
     rows = batch(trainer, *range(4))
     views = trainer.plan(rows, trainer.draw(rows))
     assert views.count == count

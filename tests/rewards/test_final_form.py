@@ -22,7 +22,7 @@ from unmask.rewards.symbolic import equivalent
         (r"\begin{pmatrix} -\frac13 \\ \frac23 \\ \frac53 \end{pmatrix}", r"\begin{pmatrix} -1/3 \\ 2/3 \\ 5/3 \end{pmatrix}"),
         (r"\frac{9}{5}", r"1\frac{4}{5}"), ("1.8", r"1\frac{4}{5}"), (r"1\frac45", r"1\frac{4}{5}"), ("137.5", r"137 \frac{1}{2}"),
         (r"\frac{-3}{4}", r"-\frac{3}{4}"), (r"-\frac{3}{4}", "-0.75"), ("7, 5, 3", "3, 5, 7"), ("y=3+2x", "y = 2x + 3"),
-        ("2(k+1)", "2k+2"), (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"), ("3.0", "3"), (r"\$5", "5"), ("$5$", "5"),
+        ("2(k+1)", "2k+2"), (r"(-\infty,2)\cup(3,\infty)", r"(-\infty, 2) \cup (3, \infty)"), ("3.0", "3"), (r"\$5", r"\$5.00"), ("$5$", "5"),
         (r"\sqrt{3}/3", r"\frac{\sqrt{3}}{3}"), (r"\frac{1}{3}\sqrt{3}", r"\frac{\sqrt{3}}{3}"), ("1-12i", "-12i+1"),
         (r"8\cdot\pi", r"8\pi"), (r"\frac{270}{7}", r"\frac{270}7\text{ degrees}"),
         (r"\left[\frac{\pi^2}{8},\frac{5\pi^2}{4}\right]", r"\left[ \frac{\pi^2}{8}, \frac{5 \pi^2}{4} \right]"), ("4210_5", "4210_{5}"),

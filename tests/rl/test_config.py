@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -139,7 +140,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 def test_the_table_has_every_setting_that_not_all_methods_read():
     settings = [set(settings_of(method)) for method in METHODS.values()]
-    assert set.union(*settings) - set.intersection(*settings) == OTHERS.keys()
+    keys = {field.name for field in fields(GRPOConfig)}  # the others are those of `method_settings`
+    assert (set.union(*settings) - set.intersection(*settings)) & keys == OTHERS.keys()
 
 
 def outcome(args: GRPOConfig) -> list[torch.Tensor]:
@@ -212,3 +214,40 @@ def test_what_a_method_has_filled_in_can_be_read_again(name):
     run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", f"training.method={name}"]))
     first = training_arguments("grpo", run)
     assert training_arguments("grpo", resolved(run, first)).to_dict() == first.to_dict()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_setting_that_a_method_does_not_read_is_refused_whatever_its_value(name):
+    """Also the default of the methods that read it; unset is no value."""
+    args, ours = GRPOConfig(method=name), {field.name for field in dataclasses.fields(GRPOConfig)}
+    for setting in ours - settings_of(get_method(name)).keys():
+        defaults = [settings_of(other)[setting] for other in METHODS.values() if setting in settings_of(other)]
+        if setting == "samples" and not get_method(name).separable:
+            continue  # a masking strategy may read it
+        for value in dict.fromkeys(value for value in map(str, defaults) if value != "None"):
+            value = next(default for default in defaults if str(default) == value)
+            with pytest.raises(ConfigError, match=f"^{setting}: ({name} does not read it|needs )"):
+                GRPOConfig(method=name, **{setting: value})
+            assert setting in args.unread()
+    assert GRPOConfig(method=name, **dict.fromkeys({"kl", "epsilon", "ratio"})).to_dict() == args.to_dict()
+
+
+def test_a_given_default_is_refused_from_every_source(tmp_path):
+    (tmp_path / "own.yaml").write_text("training: {method: cj-grpo, prompt_mask_rate: 0.15}\n")
+    (tmp_path / "half.yaml").write_text("training: {prompt_mask_rate: 0.15}\n")
+    given = ["model.path=m", "output_dir=out"]
+    for sources in (
+        {"overrides": [*given, "training.method=cj-grpo", "training.prompt_mask_rate=0.15"]},
+        {"overrides": given, "config_files": [tmp_path / "own.yaml"]},
+        {"overrides": [*given, "training.method=cj-grpo"], "config_files": [tmp_path / "half.yaml"]},
+    ):
+        run = resolve(read_layers(**sources))
+        with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
+            training_arguments("grpo", run)
+    with pytest.raises(ConfigError, match="prompt_mask_rate: cj-grpo does not read it"):
+        GRPOConfig(method="cj-grpo", prompt_mask_rate=0.15)
+    args = GRPOConfig(prompt_mask_rate=0.15)
+    with pytest.raises(ConfigError, match="does not read it for a causal model"):
+        args.refuse_unread(None, exact=True)
+    with pytest.raises(ConfigError, match="importance_cap: local samples from the trained model itself"):
+        GRPOConfig(importance_cap=2.0)

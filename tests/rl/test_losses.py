@@ -5,6 +5,7 @@ Shapes: B completions, T tokens, V categories.
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from typing import get_args
@@ -94,6 +95,20 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
 def test_equal_rewards_give_no_advantage_though_their_mean_is_rounded(kind, size):
     reward_B = torch.full((size,), 0.1, dtype=torch.float64)
     torch.testing.assert_close(advantages(reward_B, torch.zeros(size).long(), kind), torch.zeros(size), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [(1.0, 0.3), (0.1, 0.2, 0.7), (1e3, 3e-1)])
+def test_rewards_that_differ_by_rounding_are_equal(kind, weights):
+    """Sums of the same parts in another order, and beside them a group that differs."""
+    sums = [sum(torch.tensor(order).unbind()) for order in itertools.permutations(weights)]
+    equal_B = torch.stack([*sums, torch.nextafter(sums[0], torch.tensor(0.0))])
+    reward_B = torch.cat([equal_B, equal_B * torch.linspace(1, 1.001, len(equal_B))])
+    group_B = torch.arange(2).repeat_interleave(len(equal_B))
+    value_B = advantages(reward_B, group_B, kind)
+    assert (value_B[: len(equal_B)] == 0).all() and (value_B[len(equal_B) :] != 0).any()
+    assert torch.equal(kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True), group_B == 1)
+    assert kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=False).all()
 
 
 @examples(30)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
+import datasets
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.training.tiny_runs import equal, make, ranks, weights
+from unmask.errors import ConfigError
 from unmask.generation.output import Generation, Trace
 from unmask.rl.prompts import PromptHistory, PromptRow
 from unmask.rl.rollout_collector import RewardedCompletions
@@ -109,3 +113,24 @@ def test_rows_are_exchanged_in_all_that_is_known_of_them():
     for name, expected in vars(rewarded([1, 8, 9, 4])).items():
         assert torch.equal(getattr(mixed, name), expected) if isinstance(expected, torch.Tensor) else getattr(mixed, name) == expected
     assert mixed.prompt_B.tolist() == [1, 8, 9, 4]
+
+
+@pytest.mark.parametrize("more", [{}, {"num_iterations": 2}, {"dynamic_sampling": 1, "drop_equal_groups": True}])
+def test_a_stream_of_prompts_is_read_as_far_as_the_run_needs(more, tmp_path):
+    """As TRL, the trainer takes a stream, if it knows the number of steps."""
+    read = []
+
+    def rows():
+        for number in itertools.count():
+            read.append(number)
+            yield {"prompt": "abcdefgh"[: 1 + number % 8], "number": number}
+
+    stream = datasets.IterableDataset.from_generator(rows)
+    trainer = make("grpo", tmp_path / "stream", rows=stream, reward=ranks, **more)
+    assert len(read) == len(trainer.train_dataset.rows) == 4 // more.get("num_iterations", 1) * (2 if "dynamic_sampling" in more else 1)
+    trainer.train()
+    other = make("grpo", tmp_path / "list", rows=trainer.train_dataset.rows, reward=ranks, **more)
+    other.train()
+    assert equal(weights(trainer.lm), weights(other.lm))
+    with pytest.raises(ConfigError, match="max_steps: a stream has no end"):
+        make("grpo", tmp_path / "endless", rows=stream, max_steps=-1)

@@ -201,6 +201,18 @@ def test_rewards_are_logged_from_the_first_step_on(tmp_path):
     assert not any(name.startswith("eval_") for line in trainer.state.log_history for name in line)
 
 
+def test_equal_rewards_have_no_deviation_though_their_mean_is_rounded(tmp_path):
+    def one(completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    lm = tiny()
+    before = weights(lm)
+    settings = {"max_steps": 1, "reward_weights": [1.0, 0.3], "advantage": "population-z-score", "weight_decay": 0.0}
+    line = run(tmp_path, [one, one], lm, **settings).state.log_history[0]
+    assert line["reward"] == pytest.approx(1.3) and line["reward_std"] == 0.0
+    assert equal(weights(lm), before)
+
+
 def test_completions_without_a_reward_teach_nothing(tmp_path):
     def never(completions: list[str], **_: Any) -> list[None]:
         return [None] * len(completions)

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
@@ -59,8 +59,14 @@ def make_byte_model() -> DiffusionLM:
     trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(["the cat sat on the mat, the end of the story, é ü 猫"] * 9, trainer)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", clean_up_tokenization_spaces=False)
-    config = GPT2Config(vocab_size=len(wrapped), n_embd=16, n_layer=1, n_head=2, n_positions=256, eos_token_id=0, initializer_range=0.3)
+    return make_random(wrapped)
+
+
+def make_random(tokenizer: PreTrainedTokenizerBase, attention: str = "block_causal", block_size: int | None = 4) -> DiffusionLM:
+    """A random model with a tokenizer."""
+    ids = {"eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.3}
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=256, **ids)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         network = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    return make_diffusion(network, wrapped, attention="block_causal", block_size=4)
+    return make_diffusion(network, tokenizer, attention=attention, block_size=block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
@@ -16,8 +17,11 @@ from tests.generation.tiny_models import tiny
 from unmask.config.constraint import ConstraintConfig
 from unmask.errors import GenerationError
 from unmask.generation.constraints import bounded_process, byte_automaton, compiled
+from unmask.generation.constraints.automaton import token_automaton
 from unmask.generation.constraints.bounded_process import bounded, run_bounded
+from unmask.generation.constraints.byte_automaton import byte_automata
 from unmask.generation.constraints.compiled import regex_of
+from unmask.generation.constraints.vocabulary import Vocabulary
 from unmask.serving.app import AppSettings, make_app
 from unmask.serving.limits import Limits
 from unmask.serving.scheduler import Scheduler
@@ -119,6 +123,27 @@ def test_bounds_are_of_all_that_is_built_within_and_of_nothing_else() -> None:
         run_bounded("\nx = bytes(2**28); result = 1\n", None, "regex", remedy="")
     assert bounded_process.bounds().seconds == bounded_process.SECONDS
     assert run_bounded("\nresult = given + 1\n", 1, "regex", remedy="") == 2
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(" * 500, "[" * 60_000, "(?:" * 300 + ")" * 300, "a" + "*" * 3000, "\\" * 9999, "(?i)[\\x00-\uffff]" * 2000 + "("]
+)
+def test_a_pattern_that_no_parser_likes_is_refused_in_its_time(pattern: str) -> None:
+    """Also by Python's parser, which is asked what is wrong: in the process with bounds, too."""
+    begin = time.process_time()
+    with bounded(5, 2**30), pytest.raises(GenerationError) as refused:
+        byte_automata([pattern], "constraint.regex")
+    assert refused.value.where == "constraint.regex" and time.process_time() - begin < 1
+
+
+def test_what_is_made_of_an_automaton_is_bounded_too() -> None:
+    (automaton,) = byte_automata(["[ab]{50}"], "constraint.regex")
+    with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
+        token_automaton(automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex")
+    found = token_automaton(automaton, Vocabulary((b"a", b"b")), end="none", at_start=True, where="constraint.regex")
+    with bounded(0, 2**30), pytest.raises(GenerationError, match="more than 0 seconds"):
+        found.shortest(found.live_classes())
+    assert found.shortest(found.live_classes()) == 50
 
 
 def test_a_schema_without_patterns_starts_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

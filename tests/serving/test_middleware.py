@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -118,6 +119,22 @@ def test_prompts_are_logged_only_if_asked(caplog: pytest.LogCaptureFixture) -> N
     assert "secret" not in caplog.text
     answer(BodyLimits(echo, SMALL, log=True), b"sec\x1bret", path="/v1/completions")
     assert "POST /v1/completions sec" in caplog.text and "\x1b" not in caplog.text
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\x85", "\u2028", "\x0b"])
+def test_no_line_end_of_a_client_begins_a_line_of_the_log(end: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    forged = f"{end}2026-01-01 00:00:00,000 POST /v1/completions forged"
+    answer(BodyLimits(echo, Limits(), log=True), forged.encode(), path=f"/v1/x{forged}")
+    [record] = caplog.records
+    assert len(record.getMessage().splitlines()) == 1 and record.getMessage().count("forged") == 2
+
+
+def test_a_body_of_the_largest_size_is_logged_in_a_time_that_its_length_bounds(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    begin = time.process_time()
+    answer(BodyLimits(echo, Limits(), log=True), b";a:" * 2**18)
+    assert time.process_time() - begin < 5
 
 
 KEYED = ApiKeys(echo, ["one", "other"], {"/health"})

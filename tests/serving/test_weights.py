@@ -124,6 +124,9 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
     tiny(attention="block_causal", block_size=4).save(root / "pattern")
     tiny(attention="block_causal", block_size=3, layers=1).save(root / "layers")
     tiny("gpt2", attention="block_causal", block_size=3).save(root / "family")
+    tied = lm.frozen_copy()
+    tied.model.get_output_embeddings().weight, tied.model.config.tie_word_embeddings = tied.model.get_input_embeddings().weight, True
+    tied.save(root / "tied")
     lm.save(root / "torn")
     [file] = (root / "torn").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-100])
@@ -135,6 +138,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(post: Post, lm:
     refused = {
         "pattern": "block_size is 4 and not 3",
         "layers": "another architecture",
+        "tied": "one of the two has a head of its own",
         "family": "model_type is 'gpt2' and not 'phi'",
         "torn": "cannot load the weights",
         "pickled": "its weights are pickled (pytorch_model.bin)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 
 import pytest
 
@@ -13,7 +14,7 @@ from unmask.rewards import program
 from unmask.sandbox.isolation import Limits
 from unmask.sandbox.pool import Pool
 from unmask.tasks import get_rewards, get_task
-from unmask.tasks.code import _expected, names_in, program_in
+from unmask.tasks.code import names_in, program_in
 
 HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 
@@ -123,21 +124,18 @@ def paid_tables(rows, name, otherwise):
 def test_a_table_of_what_mbpp_shows_does_not_pass():
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     assert paid_tables(rows[:30], "mbpp", "shown") == []
-    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 963  # of the others no test can be shown
+    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 969  # of the others no test can be shown
     assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
 
 
 def test_no_test_that_mbpp_hides_follows_from_what_it_shows():
     """Calls and results are read as values: none that decides is shown in another spelling, and what is left has no one answer."""
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
-    followed = []
-    for number, row in enumerate(rows, start=1):
+    for row in rows:
         shown = dict(map(as_values, shown_in(row["prompt"])))
         hidden = [as_values(line) for line in row["tests"].splitlines() if line.startswith("assert")]
         assert not any(shown.get(call) == result for call, result in hidden)
-        if len({result for call, result in hidden if call not in shown}) == 1:
-            followed.append(number)
-    assert followed == [37, 203, 339, 667, 674, 816, 899]  # all their tests expect one value
+        assert len({result for call, result in hidden if call not in shown}) > 1
 
 
 def as_values(test):
@@ -184,12 +182,6 @@ def test_challenges_decide_too_and_a_single_test_is_not_shown():
     assert row["tests"] == "\nassert f(1) == 2\nassert f(2) == 4\n" and shown_in(row["prompt"]) == []
     (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4", "assert f(3) == 6"]})])
     assert row["tests"] == "\nassert f(2) == 4\nassert f(3) == 6\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
-
-
-def test_seven_problems_of_mbpp_expect_one_value():
-    _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
-    expected = [{_expected(line) for line in row["tests"].splitlines() if line.startswith("assert")} for row in rows]
-    assert [at for at, values in enumerate(expected, start=1) if len(values) == 1] == [37, 203, 339, 667, 674, 816, 899]
 
 
 def test_no_test_compares_a_candidate_with_itself():
@@ -256,8 +248,6 @@ def test_mbpp_references_pass_but_those_that_take_their_time(step):
 
 
 def exercism(marked=True):
-    import json
-
     path = shared_path("data", "ocaml", "exercism_ocaml.jsonl")
     task = get_task("exercism_ocaml")
     passes = [json.loads(line)["passes_ocaml413_base_ounit2"] for line in path.read_text().splitlines()]

@@ -71,7 +71,33 @@ def test_no_pair_of_parentheses_is_spare():
         ("23", Verdict(0.0, "wrong")),
         ("100-77", Verdict(0.0, "wrong")),
         ("30+93-100+30-30", Verdict(0.0, "wrong")),
-        ("30+93-100=23", Verdict(0.0, "malformed")),
+        ("30+93-100=23", Verdict(1.0, "ok")),
+        ("23 = 30+93-100", Verdict(1.0, "ok")),
+        ("93\u2212(100\u201330)", Verdict(1.0, "ok")),
+        ("30+93+100=223", Verdict(0.1, "wrong")),
+        *(
+            (text, Verdict(0.0, "malformed"))
+            for text in (
+                "30+93+100=23",
+                "30+93-100=24",
+                "30+93-100=23=23",
+                "23=30+93-100=23",
+                "30+93-100=",
+                "=23",
+                "=",
+                "==",
+                "30+93-100=30+93-100",
+                "30+93-100=23.0",
+                "30+93-100=023",
+                "30+93-100==23",
+                "30+93-100=\u0662\u0663",
+                "30+93-100=23 or 30",
+                "30+93-100=9**9**9",
+                "30+93-100=" + "9" * 10**6,
+                "30=93-100",
+                "=" * 10**6,
+            )
+        ),
         ("30+93/(100-100)", Verdict(0.0, "malformed")),
         ("30+93-0100", Verdict(0.0, "malformed")),
         ("30+93-100*1.0", Verdict(0.0, "malformed")),
@@ -81,6 +107,12 @@ def test_no_pair_of_parentheses_is_spare():
 )
 def test_the_published_rules(text, verdict):
     assert TASK.verify(text, {"numbers": [30, 100, 93], "target": 23}) == verdict
+
+
+@pytest.mark.parametrize("text", ["2\u00d73\u00d74", "2\u00b73*4", "4\u00d73\u00d72=24", "2\u22c54\u22c53"])
+def test_other_signs_of_the_operators(text):
+    assert TASK.verify(text, {"numbers": [2, 3, 4], "target": 24}).solved
+    assert TASK.verify("8\u00f72\u00d73", {"numbers": [2, 3, 8], "target": 12}).solved
 
 
 def test_a_repeated_number_is_used_as_often_as_given():

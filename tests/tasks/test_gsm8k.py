@@ -13,7 +13,7 @@ from unmask.tasks import get_task
     [
         ("72", "ok"), (" so 48 + 24 = 72 #### 72", "ok"), ("<answer>72</answer>", "ok"), ("#### $72.00", "ok"), ("72.0", "ok"),
         ("<reasoning>\n7\n</reasoning>\n<answer>\n72\n</answer>\n", "ok"), ("#### 71", "wrong"), ("720", "wrong"), ("7272", "wrong"),
-        ("the answer is 72", "malformed"), ("#### 72 #### 73", "malformed"), ("72 clips", "malformed"), ("<answer>72", "malformed"),
+        ("the answer is 72", "ok"), ("#### 72 #### 73", "malformed"), ("72 clips", "malformed"), ("<answer>72", "malformed"),
         ("144/2", "wrong"), ("#### 72/1", "wrong"), (r"\frac{144}{2}", "wrong"), ("144.0/2", "wrong"), ("48+24", "malformed"), ("72,0", "malformed"),
         ("<answer>72</answer><answer>71</answer>", "malformed"), ("72=71", "malformed"), ("", "malformed"),
     ],
@@ -39,7 +39,7 @@ def test_fractions_are_in_lowest_terms(answer, text, solved):
         ("#### 18 dollars", "ok"), ("18 dollars", "ok"), (r"\$18", "ok"), ("**18**", "ok"), ("####  **18**", "ok"), (r"so \boxed{18}.", "ok"), (r"<answer>\boxed{18}</answer>", "ok"),
         (r"<answer>$\boxed{18}$</answer>", "ok"), ("x=18", "ok"), ("#### $x = 18$", "ok"), ("#### 18\n\nQuestion: And then?\nAnswer: 5\n#### 5", "ok"), ("####\n18\n", "ok"),
         ("#### 17\n#### 18", "wrong"), ("#### 17\n\\boxed{18}", "wrong"), (r"\boxed{36/2}", "wrong"), ("x=17", "wrong"), ("#### 17 dollars", "wrong"),
-        ("The answer is 18", "malformed"), ("18 cents", "malformed"), ("18%", "malformed"), ("y=18", "malformed"), ("#### 17 18", "malformed"), ("18 dollars or 17 dollars", "malformed"),
+        ("18 cents", "malformed"), ("18%", "malformed"), ("y=18", "malformed"), ("#### 17 18", "malformed"), ("18 dollars or 17 dollars", "malformed"),
         ("#### 18 #### 17", "malformed"), ("#### ", "malformed"), (r"\boxed{18", "malformed"), ("(" * 300 + "18" + ")" * 300, "malformed"), ("#### 18 or 17", "malformed"),
     ],
 )  # fmt: skip
@@ -55,3 +55,27 @@ def test_spellings_of_a_number(text, status):
 def test_thousands_percentages_and_amounts(answer, question, text):
     (row,) = get_task("gsm8k").rows([("row 1", {"question": question, "answer": f"#### {answer}"})])
     assert get_task("gsm8k").verify(f"#### {text}", row).solved
+
+
+READ = [
+    "The answer is 18", "Answer: 18", "18!", "The answer is 18.", "the final answer is: 18", "**Answer:** 18", "Answer: **18**", "The answer is $18.", r"The answer is \boxed{18}", "#### 18!", "answer = 18", "The answer is 18 dollars!",
+    "She has 9 eggs left. So the answer is 18.", "16 - 7 = 9\n9 * 2 = 18\nTherefore, the answer is 18", "<answer>The answer is 18</answer>", "Final Answer: $18$", r"\boxed{18}, that is \boxed{18}",
+]  # fmt: skip
+FORGED = [
+    "The answer is 17 or 18", "The answer is 17. The answer is 18", "The answer is 18. The answer is 17", "The answer is not 18", "The answer is 17, no, 18", "The answer is 18?", "17 18!", "18! 17!", "Answer: 17\nAnswer: 18", "Answer: 18 Answer: 18",
+    "The answer is 18 17", "The answer is 17\n18", "The answer is 18\n17", "The answer is 18 or so", "The answer is at most 18", "The answer is 17 + 1", "The answer is 36/2", "17!", "3!*3", "The answer is 1 8", "Answer: x", "The answer is", "Answer:", "!", "!18", "1 2 3 18",
+    "If the answer is 18, it is even", "Suppose the answer is 18", "Perhaps the answer is 18", "17 answer is 18", "#### 17 answer is 18", "It is wrong that the answer is 18", "The answer is 18 and not 17", "The answer is <answer>18", "Answer: 17, 18", "Answer: 18=17",
+    r"\boxed{17} \boxed{18}", r"\boxed{18}, \boxed{17}", r"The answer is \boxed{17} or \boxed{18}", r"\boxed{17} so 18", r"\boxed{18\}} \boxed{17} \boxed{18}", r"\boxed{1} \boxed{2} \boxed{18}", "The answer is " * 3 + "18", "The answer is 18 " * 900,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", READ)
+def test_an_answer_in_a_sentence_is_read(text):
+    (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})])
+    assert get_task("gsm8k").verify(text, row).solved
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_several_answers_or_none_are_not(text):
+    (row,) = get_task("gsm8k").rows([("row 1", {"question": "How many dollars has she?", "answer": "#### 18"})])
+    assert get_task("gsm8k").verify(text, row).value == 0.0

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables)
 """4x4 Sudoku compared with independent definitions, and with the published file."""
 
 from __future__ import annotations
@@ -135,6 +136,33 @@ def test_malformed(text):
     row = _row("0234341221434321", "1234341221434321")
     assert TASK.verify(row["completion"], row).solved
     assert TASK.verify(text, row) == Verdict(0.0, "malformed")
+
+
+LAYOUTS = [
+    "1234\n3412\n2143\n4321", "1 2 3 4\n3 4 1 2\n2 1 4 3\n4 3 2 1\n", "1234 3412 2143 4321", "1 2 | 3 4\n3 4 | 1 2\n----+----\n2 1 | 4 3\n4 3 | 2 1", "[[1,2,3,4],[3,4,1,2],[2,1,4,3],[4,3,2,1]]",
+    "| 1 2 3 4 |\n| 3 4 1 2 |\n| 2 1 4 3 |\n| 4 3 2 1 |", "1234\r\n3412\r\n2143\r\n4321", "<answer>\n1234\n3412\n2143\n4321\n</answer>", "1,2,3,4\n3,4,1,2\n\n2,1,4,3\n4,3,2,1",
+]  # fmt: skip
+FORGED = [
+    "1234\n3412\n2143\n4321\n1", "1234\n3412\n2143\n4321\n4321", "1234\n3412\n2143\n4322", "12\n34341221434321", "1234\n3412\n2143\n432", "12343412 or 21434321", "0234\n3412\n2143\n4321", "1-234341221434321", "x234\n3412\n2143\n4321",
+    "1234\n3412\n2143\n4321\n1234\n3412\n2143\n4321", "1234341221434321\f2", "1(2)34\n3412\n2143\n4321", "1234\n3412\n2143\n4321?", "12\n34\n34\n12\n21\n43\n43\n21", "\u0661234\n3412\n2143\n4321", "\n" * 20_000 + "1234341221434321", "---", "|" * 9_000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LAYOUTS)
+def test_a_grid_may_be_written_in_lines(text):
+    assert TASK.verify(text, _row("0234341221434321", "1234341221434321")).solved
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_more_or_other_than_the_grid_is_not(text):
+    assert TASK.verify(text, _row("0234341221434321", "1234341221434321")).value < 1
+
+
+@given(st.integers(0, 2**32))
+def test_nine_lines_are_a_grid_of_nine(seed):
+    (row,) = Sudoku9().generate("train", 1, seed)
+    lines = [row["completion"][at : at + 9] for at in range(0, 81, 9)]
+    assert Sudoku9().verify("\n".join(lines), row).solved and not Sudoku9().verify("\n".join(lines[::-1] + lines[:1]), row).solved
 
 
 @given(rows(), st.integers(0, 2**32))

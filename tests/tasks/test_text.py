@@ -56,3 +56,13 @@ def test_a_passage_may_be_absent_but_is_a_text():
         list(task.rows([("row 1", LOGIQA | {"context": ["a"]})]))
     with pytest.raises(DataError, match="row 1: 4 is none of the 4 choices"):
         list(task.rows([("row 1", LOGIQA | {"correct_option": 4})]))
+
+
+@pytest.mark.parametrize("name", ["system", "history", "tools", "chat_template_kwargs"])
+def test_a_column_that_would_change_the_prompt_is_not_left_out(name):
+    record = {"question": "a", "answer": "b", "choices": ["b", "c"]}
+    for task, row in ((get_task("text"), record), (get_task("multiple_choice"), record | {"answer": 0})):
+        assert list(task.rows([("line 1", row | {name: None})]))
+        with pytest.raises(DataError, match=f"the column {name} is not read") as caught:
+            list(task.rows([("line 1", row | {name: ["a"]})]))
+        assert caught.value.where == "line 1"

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import json
+import pickle
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import yaml
+from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
-from tests.training.tiny_runs import make, settings, tiny, unmask, weights
+from tests.training.tiny_runs import PAIRS, make, ranks, settings, tiny, unmask, weights
+from unmask.commands.run import resolved, training_arguments
 from unmask.commands.verbs import VERBS
+from unmask.config.layers import read_layers
+from unmask.config.run import resolve
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
-from unmask.preference.config import DPOConfig
+from unmask.preference.config import OF_MASKS, DPOConfig
 from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig
-from unmask.supervised.sft import SFTConfig
+from unmask.supervised.sft import OF_VIEWS, SFTConfig, SFTTrainer
 from unmask.training import config as stage_config
 from unmask.training import hardware_checks
 from unmask.training.model_history import chosen_settings
+from unmask.training.noise_config import OF_TIMES
 
 
 @pytest.fixture
@@ -156,9 +171,139 @@ def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True
 
 
+@pytest.mark.parametrize("name", [each.value for each in SchedulerType if each.value not in stage_config.METRIC_SCHEDULERS])
+def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those_of_the_error(name, tmp_path):
+    given = {"output_dir": str(tmp_path), "lr_scheduler_type": name}
+    try:
+        args = SFTConfig(**given)
+    except ConfigError as error:
+        assert error.where == "lr_scheduler_kwargs" and name in stage_config.SCHEDULE_NEEDS
+        args = SFTConfig(**given, lr_scheduler_kwargs=json.loads(error.remedy.removeprefix("For example ")))
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    get_scheduler(name, optimizer, 1, 1000, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {}))
+
+
+def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="has no effect without eval_strategy") as refused:
+        SFTConfig(output_dir=str(tmp_path), eval_steps=1)
+    assert refused.value.where == "eval_steps"
+    assert SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy="steps").eval_steps == 1
+
+
+@pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
+def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
+    args = cls(output_dir=str(tmp_path))
+    args.max_steps, args.seed, args.log_memory_usage, args._private = 3, 1, True, 2
+    for name in ("enable_performance_logging", "masking_strategy", "lerning_rate"):
+        with pytest.raises(ConfigError, match=rf"{cls.__name__}: {name}: no known setting"):
+            setattr(args, name, True)
+    assert copy.deepcopy(args).max_steps == pickle.loads(pickle.dumps(args)).max_steps == 3
+    if cls is GRPOConfig:
+        with pytest.raises(ConfigError, match="Did you mean 'masking'"):
+            args.masking_strategy = "optimized"
+
+
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
         GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
     words = ("GRPOConfig: loss_type, max_prompt_length, colour: no known setting", "loss_type: Did you mean 'aggregation'", "'max_length'")
     assert all(word in str(refused.value) for word in words)
     assert DPOConfig(output_dir=str(tmp_path), loss_type="ipo").loss_type == "ipo"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "args", "rows"),
+    [
+        (SFTTrainer, SFTConfig, PAIRS),
+        (ConvertTrainer, ConvertConfig, [{"text": "a"}]),
+        (partial(GRPOTrainer, reward_funcs=ranks), GRPOConfig, PAIRS),
+    ],
+)
+def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_meant(trainer, args, rows, tmp_path):
+    for name, words in {
+        "learning_rate": f"It is a setting: {args.__name__}(learning_rate=...)",
+        "callback": "Did you mean 'callbacks'?",
+        "enable_profiling": "Leave it out",
+    }.items():
+        with pytest.raises(ConfigError, match="is no argument of the trainer") as refused:
+            trainer(model=tiny("causal"), args=args(output_dir=str(tmp_path), use_cpu=True), train_dataset=rows, **{name: 1})
+        assert refused.value.where == name and words in str(refused.value)
+
+
+CONDITIONAL = [
+    (kind, each.name, each.default)
+    for kind in (SFTConfig, DPOConfig, GRPOConfig, ConvertConfig)
+    for each in dataclasses.fields(kind)
+    if each.metadata.get("needs") and each.default is not None
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "default"), CONDITIONAL)
+def test_a_setting_without_what_it_needs_is_refused_whatever_its_value(kind, name, default, tmp_path):
+    others = [{}, *({"loss_type": loss} for loss in ("ipo", "simpo", "kto")), {"reference": "frozen"}] if kind is DPOConfig else [{}]
+    refused = 0
+    for other in others:
+        args = config(tmp_path, kind, **other)
+        if name in args.unread():
+            refused += 1
+            for value in (default, args.to_dict()[name]):
+                with pytest.raises(ConfigError) as caught:
+                    config(tmp_path, kind, **other | {name: value})
+                assert name in str(caught.value.where)
+        else:
+            config(tmp_path, kind, **other | {name: default})
+    assert refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_", "names"),
+    [
+        (SFTConfig, {"max_gap": 4}, [name for name in OF_VIEWS if name not in ("score_chunk", "num_timesteps")]),
+        (SFTConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
+        (ConvertConfig, {"exact_count": True}, [name for name in OF_TIMES if name != "num_timesteps"]),
+    ],
+)
+def test_a_default_that_another_setting_rules_out_is_refused_if_it_is_given(kind, with_, names, tmp_path):
+    args = config(tmp_path, kind, **with_)
+    for name in names:
+        with pytest.raises(ConfigError):
+            config(tmp_path, kind, **with_, **{name: getattr(args, name)})
+
+
+@pytest.mark.parametrize(
+    ("verb", "more"),
+    [
+        *((verb, []) for verb in VERBS),
+        *(("dpo", [f"training.loss_type={loss}"]) for loss in ("ipo", "simpo", "kto")),
+        ("sft", ["training.max_gap=4"]),
+        ("sft", ["training.exact_count=true"]),
+        ("sft", ["training.weighting=cart"]),
+        ("convert", ["training.distillation=0.5", "training.on_policy=0.1"]),
+        ("grpo", ["training.beta=0.1", "training.reference_sync_steps=8"]),
+        ("grpo", ["training.masking=adaptive"]),
+        ("grpo", ["training.log_completions_steps=5"]),
+    ],
+)
+def test_a_recorded_config_can_be_read_again(verb, more):
+    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", *more]))
+    first = training_arguments(verb, run)
+    again = resolved(run, first)
+    assert training_arguments(verb, again).to_dict() == first.to_dict()
+    assert resolved(again, training_arguments(verb, again)) == again
+
+
+def test_a_record_of_dpo_names_masks_that_an_exact_likelihood_does_not_draw(tmp_path):
+    causal = SimpleNamespace(attention="causal", block_size=None, autoregressive=True)
+    record = {name: getattr(DPOConfig, name) for name in OF_MASKS}
+    assert config(tmp_path, DPOConfig, **record).exact(causal)
+    for name, value in record.items():
+        with pytest.raises(ConfigError, match=f"{name}: an exact likelihood draws no masks"):
+            config(tmp_path, DPOConfig, **{name: value}).exact(causal)
+    with pytest.raises(ConfigError, match="samples: an exact likelihood draws no masks"):
+        config(tmp_path, DPOConfig, **record | {"samples": 9}).exact(causal)
+
+
+def test_a_limit_of_prompts_has_no_equal(tmp_path):
+    for kind in (GRPOConfig, DPOConfig):
+        with pytest.raises(ConfigError, match=r"max_prompt_length: Leave it out: prompts are not cut"):
+            kind(output_dir=str(tmp_path), max_prompt_length=32)

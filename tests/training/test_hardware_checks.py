@@ -18,6 +18,7 @@ import torch
 from torch._dynamo.backends import registry
 from transformers import training_args
 
+from tests.helpers import partly_slow
 from tests.models.kernels.test_flash import by_definition
 from tests.training.tiny_runs import PAIRS, TEXTS, equal, make, prepared, settings, tiny, weights, wide
 from unmask.commands import run
@@ -306,6 +307,31 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
 )
 def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_size, tmp_path):
     assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3  # one, and one for sizes that vary
+
+
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@partly_slow("verb", ["sft", "grpo"], 0)
+def test_a_compiled_model_that_a_trainer_is_given_runs_compiled(verb, tmp_path):
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (ran.append(1), graph.forward(*args))[1]
+
+    def trainer(name: str) -> Any:
+        return prepared(verb, tmp_path / name, tiny("bidirectional"), max_steps=3, learning_rate=1e-3)
+
+    plain, given = losses(trainer("plain")), trainer("given")
+    given.model = torch.compile(given.model, backend=backend)
+    assert given.model is given.lm.model and not hasattr(given.model, "_orig_mod")
+    assert losses(given) == pytest.approx(plain, rel=1e-5) and len(ran) >= 3
+    given.save_model(str(tmp_path / "model"))
+    assert equal(weights(load(tmp_path / "model")), weights(given.lm))
+    modes = trainer("modes")
+    modes.model = torch.compile(modes.model, mode="reduce-overhead")
+    assert modes.lm.compile_options["backend"].config == {"triton.cudagraphs": True}
+    stays = modes.model
+    modes.model = stays
+    assert modes.model is stays
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")

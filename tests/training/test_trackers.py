@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
+from unmask.config.trackers import NEEDS
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError, UnmaskWarning
 from unmask.supervised.sft import SFTConfig
-from unmask.training.trackers import NEEDS, RUNS_NAME, TrackedRuns
+from unmask.training.trackers import RUNS_NAME, TrackedRuns
 
 THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
 

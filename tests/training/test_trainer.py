@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 
 from tests.helpers import partly_slow
 from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
+from unmask.data.report import data_reports
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
@@ -505,13 +506,6 @@ def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
         make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM"))
 
 
-@pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"]])
-def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(target, tmp_path):
-    with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):
-        make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM"))
-    make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
-
-
 def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
     lm, rows = tiny(), [{"prompt": "a", "completion": "bc" * n} for n in (1, 9, 2, 7, 1)]
     told = {}
@@ -565,3 +559,25 @@ def test_a_checkpoint_is_known_by_its_whole_name_and_is_of_a_run_with_or_without
     make("sft", tmp_path / "4", peft_config=lora, **run).train()
     with pytest.raises(ConfigError, match=r"model\.adapters content \w+, now unset"):
         make("sft", tmp_path / "5", **run).train(resume_from_checkpoint=tmp_path / "4")
+
+
+SHOWN = {
+    "pretrain": ["<s>⟦abcab</s>⟧"],
+    "sft": ["<s>ab⟦cab</s>⟧"],
+    "dpo": ["<s>ab⟦cab</s>⟧", "<s>ab⟦bach</s>⟧"],
+    "kto": ["<s>ab⟦cab</s>⟧"],
+    "grpo": ["<s>ab⟦⟧"],
+}
+
+
+@pytest.mark.parametrize("verb", SHOWN)
+def test_rows_are_shown_with_what_is_learnt_of_them(verb, tmp_path, capsys):
+    trainer = make(verb, tmp_path, show_rows=2)
+    shown = capsys.readouterr().out
+    for part, text in enumerate(SHOWN[verb], start=1):
+        where = "row 0" + f", part {part} of {len(SHOWN[verb])}" * (len(SHOWN[verb]) > 1)
+        assert f"{where}, learnt between ⟦ and ⟧:\n{text}\n" in shown
+    assert "row 1" in shown and "row 2" not in shown
+    assert data_reports(trainer)["train"]["rows"][0] == SHOWN[verb]
+    make(verb, tmp_path)
+    assert "⟦" not in capsys.readouterr().out

@@ -8,6 +8,7 @@ import typer
 
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig
+from unmask.models.model_paths import check_model
 
 
 @spread_configs
@@ -18,6 +19,7 @@ def chat(
     raw: Annotated[bool, typer.Option("--raw", help="Complete each line as plain text, without the model's chat template.")] = False,
 ) -> None:
     """Talk to a model in the terminal and watch its answers being denoised; off a terminal, answer each line of stdin."""
+    check_model(model.path)
     import unmask
     from unmask.commands.chat import Chat, run_chat
 

@@ -21,7 +21,8 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, LostProcessError, RunStopped, UnmaskError, first_line
+from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError, first_line
+from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shell_line, shown
 from unmask.sandbox.cli import app as sandbox
 
@@ -37,6 +38,7 @@ from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
+from unmask.cli.threads import use_one_thread
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
@@ -211,7 +213,7 @@ app.command(epilog="Example: unmask compare before.json after.json --picture dif
 @spread_configs
 def inspect(
     model: ModelConfig,
-    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A hardware recipe; repeatable; unset: all.")] = None,
+    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A recipe, or all; repeatable; unset: likely ones.")] = None,
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
@@ -223,12 +225,13 @@ def inspect(
     """Describe a model, what conversion would change, and what training takes on each machine.
 
     That is the memory and time of a training step, the time of a pass of generation, and what bounds both. The weights are not read."""
+    check_model(model.path, weights=False)
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
+    from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, StepEstimator, recipes_to_show
     from unmask.planning.step_time import BOUNDS
 
     dtype = None if model.dtype == "float32" else model.dtype  # None: as in the recipe
-    recipes = [HardwareRecipe.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or hardware_recipe_names()]
+    recipes = recipes_to_show(hardware or [], max_memory_gb=max_memory_gb, dtype=dtype, device_map=model.device_map)
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
     estimator = StepEstimator(blueprint, work)
@@ -276,8 +279,8 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
-    check_output_folder(output, overwrite=overwrite)
-
+    check_model(model.path)
+    check_output_folder(output, overwrite=overwrite, inputs=[model.path])
     from unmask.models.export import export as export_model
 
     export_model(load_model(model), output, layout)
@@ -298,7 +301,7 @@ def migrate(
 ) -> None:
     """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the changes."""
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=files)
     from unmask.artifacts import write_atomic
     from unmask.migration.migrate import migrate as migrate_files
 
@@ -343,9 +346,12 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output files if they exist.")] = False,
 ) -> None:
     """Write one page of runs and evaluations: curves, scores, speed against quality, decoding order, answers."""
-    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
     if png:
-        check_output_folder(png, overwrite=overwrite)
+        check_output_folder(png, overwrite=overwrite, inputs=sources)
+    for source in sources:
+        if not source.exists():
+            raise DataError("no such file or folder", where=str(source), remedy=near_path(source))
     from unmask.commands.report import report_of
     from unmask.evaluation.report.page import write_page
     from unmask.evaluation.report.pictures import write_pictures
@@ -371,8 +377,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
-    if quick:  # products of this size are no faster on several threads, and slower on a busy machine
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+    use_one_thread()
     from unmask.demo import QUICK, run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)

@@ -9,17 +9,21 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
+from unmask.cli.threads import choose_threads
 from unmask.cli.train import Unsandboxed
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import for_stdout, show_table
+from unmask.data.sources import check_source
 from unmask.errors import ConfigError
+from unmask.models.model_paths import check_model
 from unmask.redaction import shell_line
+from unmask.tasks import get_task
 
 if TYPE_CHECKING:
     from unmask.commands.processes import Processes
-    from unmask.evaluation.result_file import Metric, TaskScores
+    from unmask.evaluation.result_file import TaskScores
 
 
 class EvaluateCommand(TyperCommand):
@@ -67,8 +71,16 @@ def evaluate(
     ] = None,
 ) -> None:
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
+    sources = list(filter(None, (*evaluation.sources.values(), evaluation.likelihood)))
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
+    for path in filter(None, (model.path, evaluation.against)):
+        check_model(path)
+    for task in evaluation.tasks:
+        get_task(task)
+    for source in sources:
+        check_source(source)
+    choose_threads(model.path)
     from unmask.commands.evaluate import evaluate as run_evaluation
     from unmask.commands.evaluate import refuse_unread
     from unmask.commands.processes import Processes
@@ -129,7 +141,7 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
     from unmask.evaluation.comparison import labels
     from unmask.evaluation.curve import AUP, SPEEDS
 
-    areas = {scores.protocol["task"]: area_text(scores.metrics[AUP]) for scores in tasks if AUP in scores.metrics}
+    areas = {scores.protocol["task"]: f"{scores.metrics[AUP].mean:,.1f}" for scores in tasks if AUP in scores.metrics}
     for task in dict.fromkeys(scores.task for scores in tasks if AUP not in scores.metrics):
         points = [scores for scores in tasks if scores.task == task]
         rows = [
@@ -142,8 +154,3 @@ def show_curves(tasks: list[TaskScores], title: str) -> None:
             for name, point in zip(labels(points), points, strict=True)
         ]
         show_table(rows, title=f"{title}: {task}, AUP {areas.get(task, 'unknown')}", head=["", "solved", *SPEEDS, "answers"])
-
-
-def area_text(area: Metric) -> str:
-    """The area under a curve with its bounds, where they are known."""
-    return f"{area.mean:,.1f}" + ("" if area.low is None or area.high is None else f" [{area.low:,.1f}, {area.high:,.1f}]")

@@ -13,6 +13,7 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig
 from unmask.console import for_stdout
 from unmask.errors import ConfigError, DataError
+from unmask.models.model_paths import check_model
 
 if TYPE_CHECKING:
     from unmask.generation.output import Generation
@@ -39,8 +40,6 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
     """Complete prompts, or fill in their mask tokens."""
-    import unmask
-
     for name, given in (("--gap-mark", gap_mark != "<gap>"), ("--search", search)):
         if max_gap is None and given:
             raise ConfigError("has no effect without --max-gap", where=name, remedy="Add --max-gap, or leave it out")
@@ -54,6 +53,9 @@ def generate(
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
+    check_model(model.path)
+    import unmask
+
     texts: list[Any] = [[{"role": "user", "content": text}] for text in prompts] if chat else prompts
     lm = unmask.load(model.path, **model.load_arguments())
     results: Iterable[Generation]

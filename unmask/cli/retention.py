@@ -25,5 +25,5 @@ def show_retention(found: Retention, title: str) -> None:
 
     rows = [*difference_rows(found.comparison, several=False), *speed_rows(found)]
     show_table(rows, title=title, head=["", BEFORE, AFTER, "difference", "p (Holm)", ""])
-    if settings := setting_rows(found.comparison):
-        show_table([[*row[:3], row[4]] for row in settings], title="settings that differ", head=["task", "setting", BEFORE, AFTER])
+    if settings := setting_rows(found.comparison, several=False):
+        show_table(settings, title="settings that differ", head=["task", "setting", BEFORE, AFTER])

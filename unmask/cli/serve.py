@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
+from unmask.artifacts import read_file
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
 from unmask.errors import ConfigError, first_line, require
+from unmask.models.model_paths import check_model
 from unmask.variables import ADMIN_KEY, API_KEY
 
 
@@ -53,6 +55,10 @@ def serve(
     """Serve models over HTTP, for many clients at once: OpenAI's API, denoising to watch, and the rollouts of reinforcement learning."""
     for library in ("fastapi", "uvicorn", "prometheus_client"):
         require(library, "serve", where="unmask serve")
+    name = name or name_of(model.path)
+    adapted, others = names_and_paths(name, adapters or (), more_models or ())
+    for path in (model.path, *others.values()):
+        check_model(path)
     from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits
@@ -61,8 +67,6 @@ def serve(
     from unmask.serving.served_models import ServedModels
     from unmask.serving.server import open_port
 
-    name = name or name_of(model.path)
-    adapted, others = names_and_paths(name, adapters or (), more_models or ())
     placed, queue_size = place_workers(workers, devices, model, queue_size)
     settings = AppSettings(
         limits=Limits(max_tokens=max_tokens, steps=max_tokens, n=max_answers, sequences=queue_size, timeout=timeout),
@@ -109,9 +113,17 @@ def announce(listener: socket.socket, workers: int, what: str) -> None:
     typer.echo(f"{what}{by} at {url}\nnext: for OpenAI's clients base_url={url}/v1{page}")
 
 
+class _Formatter(logging.Formatter):
+    """Lines of a log, of which only the first of a record is not indented: no text of a client looks like another record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\n", "\n    ")
+
+
 def show_requests() -> None:
     """Log requests to stderr. Other libraries stay quiet: some would log what the server asks its workers."""
-    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.basicConfig()
+    logging.getLogger().handlers[0].setFormatter(_Formatter("%(asctime)s %(message)s"))
     logging.getLogger("unmask").setLevel(logging.INFO)
 
 
@@ -150,7 +162,7 @@ def keys_of(file: Path | None) -> tuple[str, ...]:
     lines = [os.environ.get(API_KEY, "")]
     if file is not None:
         try:
-            lines += file.read_text(encoding="utf-8").splitlines()
+            lines += read_file(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"cannot be read ({first_line(error)})", where=str(file), remedy="Give a text file with a key a line"

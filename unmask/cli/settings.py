@@ -8,19 +8,16 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from unmask.commands.settings.listing import VERBS, grouped, matching, near_keys, settings_of_verb
 from unmask.config.listing import settings_of
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import shown
 
-OWN_SETTINGS = Path(__file__).with_name("own_settings.json")
-"""The settings under `training` that each verb adds to transformers.TrainingArguments or changes there, by group. Reading them from the
-configs would import torch. `scripts/own_settings.py` writes the file."""
 IN_HELP = ("data", "model", "sampler", "lora")
 """The sections whose settings help lists one by one."""
 IN_PIPE = 10_000
@@ -58,8 +55,7 @@ def show_help(verb: str) -> None:
 
 def groups_of_help(verb: str) -> dict[str, list[tuple[str, str, str]]]:
     """Name, default and one line of description of each setting in the help of a verb, by group."""
-    own = json.loads(OWN_SETTINGS.read_text(encoding="utf-8"))[verb]
-    groups = {title: [(name, *described) for name, described in settings.items()] for title, settings in own.items()}
+    groups = {title: [(each.name, each.shown_default, each.summary) for each in own] for title, own in grouped(verb).items()}
     for section in IN_HELP:
         groups.setdefault(section, [])
     for setting in settings_of(RunConfig):
@@ -82,9 +78,6 @@ def config(
     """List the settings of a training verb: type, default, description.
 
     Those of transformers.TrainingArguments are among them. Exits with status 1 if none matches."""
-    from unmask.commands.settings.listing import matching, near_keys, settings_of_verb
-    from unmask.commands.verbs import VERBS
-
     if verb not in VERBS:
         raise ConfigError(f"{verb} is not a training verb", where="config", remedy=did_you_mean(verb, VERBS))
     settings = settings_of_verb(verb)

@@ -8,12 +8,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,11 +23,17 @@ from typer.core import TyperCommand
 
 from unmask.cli.retention import import_harness, show_retention
 from unmask.cli.settings import show_help
+from unmask.cli.threads import choose_threads
+from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
-from unmask.config.run import RunConfig, check_output_folder, import_modules, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.config.run import RunConfig, check_output_folder, import_modules, inputs_of, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.config.trackers import check_trackers
 from unmask.console import for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError
+from unmask.data.sources import check_source
+from unmask.errors import ConfigError, UnmaskError
+from unmask.models.model_paths import check_model
 from unmask.redaction import shown
+from unmask.tasks import get_task
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 if TYPE_CHECKING:
@@ -195,6 +202,8 @@ def train(
     if profiling and (resume_from or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
     with layers.naming_sources():
+        check_training(verb, settings.training)
+        check_trackers(settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training.")
         if print_config:
             show_config(verb, settings)
         elif profiling:
@@ -208,8 +217,11 @@ def train(
 
 
 def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
+    check_inputs(settings)
     in_place = resumes_in_place(settings.output_dir, resume)
-    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
+    inputs = inputs_of(settings)
+    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
+    choose_threads(settings.model.path)
     from unmask.training.durable.lost_process import ending_with_others
 
     with ending_with_others(Path(settings.output_dir)):
@@ -221,6 +233,16 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
             show_retention(retention, f"what {verb} kept of {settings.model.path}")
     if is_first_process():
         show_summary(verb, settings, time.monotonic() - started)
+
+
+def check_inputs(settings: RunConfig) -> None:
+    """Raise UnmaskError for a model, data or a task that is not there, before what takes seconds to import."""
+    check_model(settings.model.path, weights=not settings.model.from_scratch)
+    if settings.data.task is not None:
+        get_task(settings.data.task)
+    for source in (settings.data.train, settings.data.eval):
+        for path in [source] if isinstance(source, str) else [each.path for each in source or ()]:
+            check_source(path)
 
 
 def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
@@ -240,9 +262,14 @@ def enable_debug_output(ctx: typer.Context) -> None:
 
 
 def show_config(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.run import resolved, training_arguments
+    from unmask.commands.inputs import read_pattern
+    from unmask.commands.run import planned_arguments, resolved
 
-    typer.echo(for_stdout(to_yaml(resolved(settings, training_arguments(verb, settings)))), nl=False)
+    args = planned_arguments(verb, settings)
+    if Path(settings.model.path).is_dir():  # what its attention ignores is left out
+        with contextlib.suppress(UnmaskError):
+            args.check_model(partial(read_pattern, settings.model), settings)
+    typer.echo(for_stdout(to_yaml(resolved(settings, args))), nl=False)
 
 
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
@@ -259,7 +286,8 @@ def show_dry_run(verb: str, settings: RunConfig) -> None:
 
     lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
-    show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
+    made = "two steps of every stage" if lines[0]["seconds a step"] != "-" else "the plan; a launcher starts the processes that make steps"
+    show_table(by_stage, f"{verb}: {made}", head=["", *map(str, range(1, len(lines) + 1))])
 
 
 def show_variance(verb: str, settings: RunConfig) -> None:

@@ -26,7 +26,7 @@ from unmask.data.encoding import encode_prompt
 from unmask.errors import ConfigError, DataError, GenerationError, ModelError, UnmaskError, did_you_mean
 from unmask.generation.output import Generation
 from unmask.generation.requests import Request, check_settings, make_requests
-from unmask.models.chat_template import SIMPLE, render_template
+from unmask.models.chat_template import SIMPLE, render_template, without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import shown
 
@@ -103,7 +103,8 @@ class Chat:
         return generation
 
     def _request(self, text: str) -> Request:
-        prompt = text if self.raw else [*self._system_messages(), *self.messages, {"role": "user", "content": text}]
+        messages = [*self._system_messages(), *self.messages, {"role": "user", "content": text}]
+        prompt = text if self.raw else without_start(self.lm.tokenizer, messages)
         ids, context = encode_prompt(self.lm.tokenizer, prompt), self.lm.context_length
         if context is not None and len(ids) + self.config.max_new_tokens > context:
             what = f"{len(ids)} tokens with this message, and {self.config.max_new_tokens} new ones, exceed the context of {context}"

@@ -46,6 +46,10 @@ def shared_lines(comparison: Comparison, first: str) -> list[str]:
     return lines
 
 
-def setting_rows(comparison: Comparison) -> list[list[str]]:
-    """A row for each setting in which protocols differ."""
-    return [[each.task, name, before, each.other, after] for each in comparison.shared for name, before, after in each.settings]
+def setting_rows(comparison: Comparison, *, several: bool) -> list[list[str]]:
+    """A row for each setting in which protocols differ; `several` as of `difference_rows`."""
+    return [
+        [each.task, name, before, *([each.other] if several else []), after]
+        for each in comparison.shared
+        for name, before, after in each.settings
+    ]

@@ -15,8 +15,9 @@ from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
 
 
-def check_together(config: RunConfig, args: TrainingConfig) -> None:
-    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it.
+def check_together(config: RunConfig, args: TrainingConfig, *, planned: bool = False) -> None:
+    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it. `planned`: other processes will
+    make the run.
 
     Raises:
         ConfigError: `where` holds the keys of both settings, joined by " and ".
@@ -30,7 +31,7 @@ def check_together(config: RunConfig, args: TrainingConfig) -> None:
         matters = args.flash_attention and not config.model.from_scratch  # else the model's config need not be read
         for attention in args.patterns() or [read_pattern(config.model)["attention"] if matters else "causal"]:
             subject = TrainedModel(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
-            check_hardware_settings(args, subject)
+            check_hardware_settings(args, subject, planned=planned)
         args.check_model(partial(read_pattern, config.model), config)
 
 

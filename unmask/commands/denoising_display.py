@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from unmask.config.run import SamplerConfig
+from unmask.data.decoding import canvas_texts
 from unmask.generation.frames import Frame, replay, watch
 from unmask.generation.output import Generation, end_of
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
@@ -50,7 +51,6 @@ class Canvas:
         self.lm, self.request = lm, request
         self.ids, self.log_probs = list(request.ids), [0.0] * request.length
         self.step = self.num_final = 0
-        self._decode = functools.cache(lambda *ids: str(lm.tokenizer.decode(list(ids), skip_special_tokens=True)))
 
     def update(self, frame: Frame) -> None:
         """Apply the next frame."""
@@ -64,31 +64,19 @@ class Canvas:
         start, stop = self.request.start, self.request.length
         if self.request.stop_at_eos:
             stop = start + end_of(self.ids[start:], self.lm.eos_token_ids)
-        run: list[int] = []
-        for position in range(start, stop):
-            if self.request.hidden[position] and self.ids[position] == self.lm.mask_token_id:
-                yield from self._visible(run)
+        ids, mask = self.ids[start:stop], self.lm.mask_token_id
+        hidden = [self.request.hidden[position] and self.ids[position] == mask for position in range(start, stop)]
+        new: list[int] = []  # positions of a character of several tokens
+        for position, text in enumerate(canvas_texts(self.lm.tokenizer, self.ids[:start], ids, hidden), start=start):
+            if text is None:
                 yield Piece("", False)
-                run = []
-            else:
-                run.append(position)
-        yield from self._visible(run)
-
-    def _visible(self, positions: list[int]) -> Iterator[Piece]:
-        """Visible tokens that stand next to one another. Each is decoded with the ones before it: whether it begins with a space, and
-        where a character ends, depends on them."""
-        context = positions[:1] if positions and positions[0] > self.request.start else []  # else decoders remove the first one's space
-        places = [*context, *positions]
-        ids = [self.ids[position] for position in places]
-        before, read = 0, len(context)
-        for end in range(read + 1, len(ids) + 1):
-            known, text = self._decode(*ids[before:read]), self._decode(*ids[before:end])
-            if len(text) <= len(known) or (text.endswith("\ufffd") and end < len(ids)):
+                new = []
                 continue
-            new = places[read:end]
-            is_final = all(position < self.num_final or not self.request.hidden[position] for position in new)
-            yield Piece(text[len(known) :], is_final, math.exp(min(self.log_probs[position] for position in new)))
-            before, read = read, end
+            new.append(position)
+            if text:
+                is_final = all(position < self.num_final or not self.request.hidden[position] for position in new)
+                yield Piece(text, is_final, math.exp(min(self.log_probs[position] for position in new)))
+                new = []
 
     def plain(self, hidden: str = HIDDEN) -> str:
         """The text, with a placeholder for each hidden token."""

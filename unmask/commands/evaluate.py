@@ -22,7 +22,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import Phase, Progress
 from unmask.data.problems import pose, read_problems
-from unmask.data.sources import load_rows
+from unmask.data.sources import load_examples
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.comparison import Named, by_label, differing
 from unmask.evaluation.curve import curve_samplers, curve_scores, with_speed
@@ -219,7 +219,8 @@ def _documents(lm: DiffusionLM, evaluation: EvaluationConfig, sampler: SamplerCo
     """The documents whose likelihood is measured, if there are any."""
     if evaluation.likelihood is None:
         return None
-    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, evaluation.estimator, evaluation.samples or 32, sampler.seed)
+    settings = evaluation.estimator, evaluation.samples or 32, sampler.seed, evaluation.text_column
+    documents = Documents.read(lm, evaluation.likelihood, evaluation.rows, *settings)
     if evaluation.samples and (documents.estimator == "exact" or lm.autoregressive):
         remedy = "Leave it out" if lm.autoregressive else "Leave it out, or set the estimator elbo"
         raise ConfigError("the likelihood of this model is exact", where="--samples", remedy=remedy)
@@ -262,7 +263,7 @@ def prepare(evaluation: EvaluationConfig, sampler: SamplerConfig, harness: Harne
         ConfigError, DataError: those of `evaluate` that can be found without a model.
     """
     if evaluation.likelihood:
-        load_rows(evaluation.likelihood, max_rows=evaluation.rows)
+        load_examples(evaluation.likelihood, max_rows=evaluation.rows)
     if evaluation.lm_eval and harness is not None:
         harness().check_tasks(evaluation.harness_tasks, evaluation.include_path)
     if "split" in evaluation.model_fields_set and all(map(os.path.isfile, evaluation.sources.values())):
@@ -294,6 +295,7 @@ def _problems(evaluation: EvaluationConfig, task: Task, source: str | None, samp
 def _scores(lm: DiffusionLM, name: str, part: Part, log: ItemLog | None, judge: DiffusionLM | None, phase: Phase) -> list[TaskScores]:
     evaluation = part.evaluation
     options: dict[str, Any] = {"attempts": evaluation.attempts, "pass_at": evaluation.ks, "log": log, "part": name, "judge": judge}
+    options["until"] = part.protocol.until if part.protocol else ()
     result = evaluate_task(lm, part.task, part.rows, part.sampler, evaluation.metric or [], progress=phase, **options)
     template = lm.tokenizer.chat_template if evaluation.style == "chat" else None
     data = masked_text(part.source or "generated")

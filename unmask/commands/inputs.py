@@ -88,8 +88,14 @@ def read_source(
             if kind_of(source) != ".jsonl":  # read as a whole or not at all
                 raise
             raise error.skippable() from error
-    kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
-    return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
+    kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "max_rows": max_rows}
+    if isinstance(source, str):
+        if streaming:
+            return load_rows(source, streaming=True, **kept)
+        rows: Any = load_examples(source, **kept)
+        columns = dict.fromkeys(name for row in rows for name in row) if isinstance(rows, list) else {}
+        return [columns | row for row in rows] if columns else rows  # as a table, in which no row lacks a column
+    return load_mixture(source, seed=data.seed, streaming=streaming, **kept)
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
         remedy = "Give the model that the policy was trained from"
         raise ConfigError("the policy is its own reference, so every margin is 0", where="training.reference_model", remedy=remedy)
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
-    training = config.training | {"reference": "frozen", "stale_reference": "error"}
+    training = {name: value for name, value in config.training.items() if name != "stale_reference"} | {"reference": "frozen"}
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
     with short_trainer(verb, measured, args, 1, first_rows=None) as trainer:
         lm = trainer.lm

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from unmask.commands.dry_run import short_trainer
 from unmask.commands.run import training_arguments
-from unmask.config.run import RunConfig, refuse_existing
+from unmask.config.run import RunConfig, inputs_of, refuse_existing
 from unmask.training.step_timer import Phases
 
 SHOWN = 15
@@ -36,7 +36,9 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
     Raises:
         UnmaskError: the trace exists and may not be overwritten, or an error of the run itself.
     """
-    refuse_existing(trace, "Choose another with --trace, or replace it with --overwrite", overwrite=config.overwrite)
+    refuse_existing(
+        trace, "Choose another with --trace, or replace it with --overwrite", overwrite=config.overwrite, inputs=inputs_of(config)
+    )
     args = training_arguments(verb, config)
     updates = args.updates_per_batch
     recorded = ((1 + steps) * len(args.parts()) - 1) * updates

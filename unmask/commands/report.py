@@ -19,8 +19,8 @@ from unmask.evaluation.report.content import Report
 from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, read_result
-from unmask.models.model_files import RUN_MANIFEST
-from unmask.training.run_log import LOG_NAME
+from unmask.models.model_paths import RUN_MANIFEST
+from unmask.training.run_files import LOG_NAME
 
 MODEL_FOLDER = "model"
 

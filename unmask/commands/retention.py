@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +18,10 @@ from unmask.commands.processes import ALONE, Processes
 from unmask.config.evaluation import EvaluationConfig
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.sampler import OF_DENOISING
+from unmask.console import show_line
 from unmask.errors import ConfigError
 from unmask.evaluation.comparison import Comparison, Difference, Named, compare
+from unmask.evaluation.likelihood import EXACT_BLOCK, Estimator
 from unmask.evaluation.result_file import EvaluationResult
 from unmask.models.load import load
 from unmask.models.model_card import HISTORY_KEY, write_card
@@ -78,11 +81,13 @@ def measure_retention(
     Raises:
         UnmaskError: as `evaluate` and `compare`.
     """
-    pattern = read_pattern(earlier)
-    causal = pattern["attention"] == "causal" and pattern["logit_shift"] is not False
+    causal = is_causal(read_pattern(earlier))
+    exact = [each.path for each in (earlier, model) if has_exact_likelihoods(read_pattern(each), evaluation.estimator)]
+    if evaluation.samples is not None and len(exact) == 1 and not processes.rank:
+        show_line(f"note: the likelihoods of {exact[0]} are exact, and --samples is of those of the other model")
     results = []
     for each, without in ((earlier, causal), (model, False)):
-        left_out = {"against"} | (OF_ESTIMATES if without else set())
+        left_out = {"against"} | (OF_ESTIMATES if without else set()) | ({"samples"} if exact == [each.path] else set())
         measured = EvaluationConfig(**evaluation.model_dump(exclude_unset=True, exclude=left_out))
         sampled = SamplerConfig(**sampler.model_dump(exclude_unset=True, exclude=NOT_OF_CAUSAL_MODELS if without else None))
         path = output if each is model or output is None else result_before(output)
@@ -91,6 +96,17 @@ def measure_retention(
         return None
     before, after = results
     return Retention(before, after, compare([Named(BEFORE, before), Named(AFTER, after)]))
+
+
+def is_causal(pattern: Mapping[str, Any]) -> bool:
+    """Whether a model of this pattern writes one token a step."""
+    return pattern["attention"] == "causal" and pattern["logit_shift"] is not False
+
+
+def has_exact_likelihoods(pattern: Mapping[str, Any], estimator: Estimator | None) -> bool:
+    """Whether the likelihoods of a model of this pattern are no estimates."""
+    block = 1 if pattern["attention"] == "causal" else pattern["block_size"] or math.inf
+    return is_causal(pattern) or (block <= EXACT_BLOCK if estimator is None else estimator == "exact")
 
 
 def speed_rows(found: Retention) -> list[list[str]]:

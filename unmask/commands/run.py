@@ -8,7 +8,7 @@ import io
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic
-from unmask.commands.compatibility import check_together
+from unmask.commands.compatibility import check_together, naming_sections
 from unmask.commands.evaluate import Harness, Part
 from unmask.commands.inputs import evaluates, held_out_problems, load_or_initialise, naming_files, read_data, task_of, without_folder
 from unmask.commands.retention import RESULT, Retention, check_retention, result_before, retention_of_run
@@ -31,7 +31,7 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.models.model_files import TRAINED_MODEL
+from unmask.models.model_paths import TRAINED_MODEL
 from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import Task
 from unmask.training.checkpoints import check_last
@@ -40,8 +40,8 @@ from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_err
 from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
-from unmask.training.run_log import LOG_NAME
-from unmask.training.sharding import weight_sharding_setting
+from unmask.training.run_files import LOG_NAME
+from unmask.training.sharding import launched, read_deepspeed, weight_sharding_setting
 
 DATA_REPORT = "data_report.json"
 
@@ -64,6 +64,18 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     return args
 
 
+def planned_arguments(verb: str, config: RunConfig) -> Any:
+    """As `training_arguments`, for a run that is only planned here: DeepSpeed is neither needed nor started."""
+    if launched():
+        return training_arguments(verb, config)
+    args = training_arguments(verb, config.model_copy(update={"training": config.training | {"deepspeed": None}}))
+    setting: Any = config.training.get("deepspeed")
+    if setting:
+        with naming_sections(args):
+            args.deepspeed = read_deepspeed(setting)
+    return args
+
+
 def data_name(data: DataConfig, task: Task | None = None) -> str | None:
     """The name of the data in a model card: names on the hub, file names without their folders, or the name of the task."""
     sources = [data.train or (task and task.name)] if not isinstance(data.train, list) else [source.path for source in data.train]
@@ -72,12 +84,19 @@ def data_name(data: DataConfig, task: Task | None = None) -> str | None:
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user set them, or if our default
-    differs."""
+    differs; settings that have no effect here are left out."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     listed = [f.name for f in dataclasses.fields(args) if f.name not in SET_BY_RUN and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
     set_by_user = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
-    return config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
+    filled_in = config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
+    return without_unread(filled_in, args, set_by_user)
+
+
+def without_unread(config: RunConfig, args: TrainingConfig, given: Collection[str]) -> RunConfig:
+    """The config without settings that have no effect, unless they were given; the trainer knows of more than the settings alone."""
+    left_out = args.unread() - {*given}
+    return config.model_copy(update={"training": {name: value for name, value in config.training.items() if name not in left_out}})
 
 
 def run_verb(verb: str, config: RunConfig, resume: str | bool = False, harness: Harness | None = None) -> Retention | None:
@@ -143,8 +162,8 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal, r
                 trainer.checkpoint_to_resume(resume)  # refuses another run
             if args.should_save and folder.overwrite:
                 forget_earlier_run(output)
-            folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
-            if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
+            folder.begin(without_unread(settings, args, config.training), trainer.run_record, trainer.planned_steps(args))
+            if args.should_save and (reports := data_reports(trainer)):
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
             trainer.train(resume_from_checkpoint=resume)
             save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)

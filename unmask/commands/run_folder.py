@@ -16,15 +16,16 @@ from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.commands.inputs import task_of
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
-from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, resumes_in_place, to_yaml
+from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_of, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
-from unmask.models.model_files import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
+from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
 from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.durable.checkpoint_files import UNFINISHED
 from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.resume.record import RunRecord
+from unmask.training.run_files import is_run
 
 OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""
@@ -77,16 +78,18 @@ class RunFolder:
             _refuse_inside(self.path)
             self._refuse_other_files()
         with self.locked():
-            check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
+            inputs = inputs_of(self.config)
+            check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place, inputs=inputs)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
             if self.resume:
                 RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
             yield
 
     def _refuse_other_files(self) -> None:
-        """Raise TrainingError if the folder is that of a model, or has a config of the user's, which the run would mix with or replace."""
-        found = [name for name in (RUN_CONFIG, CONFIG_NAME) if (self.path / name).exists()]
-        if found and not (self.path / RUN_MANIFEST).exists():
+        """Raise TrainingError if the folder holds what a run replaces, removes or would be mixed with, and no run has written it."""
+        names = sorted(each.name for each in self.path.iterdir()) if self.path.is_dir() else []
+        found = [name for name in names if name in (RUN_CONFIG, RUN_MANIFEST, CONFIG_NAME) or OF_OTHER_RUN.fullmatch(name)]
+        if found and not is_run(self.path):
             raise TrainingError(f"holds a {found[0]} that no run has written", where=str(self.path), remedy="Choose another output folder")
 
     @contextlib.contextmanager

@@ -12,11 +12,10 @@ from typing import Any
 
 from unmask.artifacts import MetricsLog, read_file
 from unmask.errors import DataError, UnmaskWarning, first_line
-from unmask.models.model_files import RUN_MANIFEST
-from unmask.training.checkpoints import checkpoints, step_of
+from unmask.models.model_paths import RUN_MANIFEST
 from unmask.training.durable.lost_process import resume_command
 from unmask.training.resume.lock import is_running
-from unmask.training.run_log import LOG_NAME, SHOWN, last_loss, numbers
+from unmask.training.run_files import LOG_NAME, SHOWN, checkpoints, last_loss, numbers, step_of
 
 TYPES: dict[str, type] = {"verb": str, "state": str, "command": str, "processes": int, "steps": int, "error": str}
 """The entries of a manifest that are shown."""

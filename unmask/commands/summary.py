@@ -14,10 +14,10 @@ from unmask.console import format_duration, format_number
 from unmask.data.encoding import is_conversational
 from unmask.evaluation.provenance import EVALUATION
 from unmask.evaluation.result_file import read_result
-from unmask.models.model_files import TRAINED_MODEL
+from unmask.models.model_paths import TRAINED_MODEL
 from unmask.records import kind_of, read_examples
 from unmask.redaction import masked_argument, shell_line
-from unmask.training.run_log import LOG_NAME, last_loss, numbers
+from unmask.training.run_files import LOG_NAME, last_loss, numbers
 
 EXAMPLES = {"sft": "PAIRS.jsonl", "dpo": "PREFERENCES.jsonl"}
 """What stands for data that the user has to name."""
@@ -45,7 +45,7 @@ def _trained(lines: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
     parts = [name for name in logged if name.startswith("rewards/") and name.rpartition("/")[0] not in logged]
     names = ["reward", *(parts if len(parts) > 1 else [])] if "reward" in logged else ["loss", "accuracy"]
     ends = {name: (values[name][0], values[name][-1]) for name in names if name in values}
-    rows = [(name, " → ".join(dict.fromkeys(map(format_number, pair)))) for name, pair in ends.items()]
+    rows = [("training loss" if name == "loss" else name, _change(*pair)) for name, pair in ends.items()]
     if "reward_std" in values and not any(values["reward_std"]):
         rows.append(("note", "in each step all completions had the same reward: nothing was learnt"))
     return rows
@@ -57,13 +57,17 @@ def _held_out(config: RunConfig, lines: Sequence[Mapping[str, float]]) -> list[t
         [scores] = read_result(Path(config.output_dir) / EVALUATION).tasks
         return [(f"held-out {name}", metric.shown(name)) for name, metric in scores.metrics.items()][:1]
     speeds = {"held-out loss": "eval_loss", "tokens per second": "tokens_per_second", "rows per second": "train_samples_per_second"}
-    found = [(name, format_number(value)) for name, metric in speeds.items() if (value := last(lines, metric)) is not None]
-    return found[:1]
+    found = {name: [line[metric] for line in lines if metric in line] for name, metric in speeds.items()}
+    shown = [
+        (name, _change(values[0], values[-1]) if name == "held-out loss" else format_number(values[-1]))
+        for name, values in found.items()
+        if values
+    ]
+    return shown[:1]
 
 
-def last(lines: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """The last value of a metric."""
-    return next((line[name] for line in reversed(lines) if name in line), None)
+def _change(first: float, last: float) -> str:
+    return " → ".join(dict.fromkeys(map(format_number, (first, last))))
 
 
 def next_commands(verb: str, config: RunConfig) -> list[str]:

@@ -49,14 +49,23 @@ with warnings.catch_warnings():
                 raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema, json and grammar")
             if self.grammar is None and not self.json and self.depth != type(self).model_fields["depth"].default:
                 raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
+            halved = ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8")
             try:
                 self.model_dump_json()
+                json_text.dumps(self.schema_object(), ensure_ascii=False, allow_nan=False).encode()
             except PydanticSerializationError as error:
                 if "surrogate" not in str(error):
                     raise ConfigError("is nested too deeply", where=self.kind, remedy="Write it flatter") from None
-                raise ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8") from None
-            if isinstance(self.json_schema, str):
-                self.schema_object()
+                raise halved from None
+            except UnicodeEncodeError:
+                raise halved from None
+            except RecursionError:
+                raise ConfigError("is nested too deeply", where=self.kind, remedy="Write it flatter") from None
+            except (TypeError, ValueError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                what = f"is not JSON: {error}"
+                raise ConfigError(what, where=self.kind, remedy="Leave out NaN, infinities and what is neither text nor number") from None
 
         @property
         def kind(self) -> str:

@@ -17,7 +17,7 @@ READ_BY = MappingProxyType(
     dict.fromkeys(("data", "split", "metric", "judge", "attempts", "pass_at", "curve"), (TASK,))
     | dict.fromkeys(("style", "shots", "protocol"), (TASK, HARNESS))
     | dict.fromkeys(("estimator", "samples"), (LIKELIHOOD, HARNESS))
-    | {"include_path": (HARNESS,)}
+    | {"include_path": (HARNESS,), "text_column": (LIKELIHOOD,)}
 )
 """The settings that not every kind of measurement reads."""
 RETAINED = ["wikitext", "hellaswag", "arc_easy", "piqa"]
@@ -59,7 +59,9 @@ class EvaluationConfig(Config):
     curve: str | None = None
     """A setting of the sampler and its values, as steps=8,16,32: each task at each of them."""
     likelihood: str | None = None
-    """The file whose documents' likelihood is measured."""
+    """The file whose documents' likelihood is measured: texts, or conversations and pairs, of which the answers are."""
+    text_column: str | None = None
+    """The column with the texts of `likelihood`; unset: text, or the columns that `unmask sft` reads."""
     lm_eval: list[str] | None = None
     """Tasks of lm-eval, repeated or as a,b; without `max_gen_toks` their texts have 256 tokens, as in lm-eval."""
     include_path: str | None = None

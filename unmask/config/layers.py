@@ -8,8 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from unmask.artifacts import read_file
 from unmask.config.base import valued_section
-from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
+from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import masked_argument
 from unmask.variables import NOT_SETTINGS
@@ -161,8 +162,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 def read_text(path: Path) -> str:
     """The text of a file of settings. Raises ConfigError if it is missing or no text."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_CHARACTERS + 1)  # `parse_yaml` refuses more
+        return read_file(path)
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file") from error
     except UnicodeDecodeError as error:

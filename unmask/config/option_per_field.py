@@ -6,11 +6,11 @@ import functools
 import inspect as introspection
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from unmask.artifacts import read_file
 from unmask.config.base import Config
 from unmask.config.run import OF_NEW_MODELS
 from unmask.errors import ConfigError
@@ -76,7 +76,7 @@ def _text_of(value: str, holds: str) -> str:
     if holds in value:
         return value
     try:
-        return Path(value).read_text(encoding="utf-8")
+        return read_file(value)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"is neither a text with {holds!r} nor a file: {error}", where=value, remedy="Give one of them") from None
 

@@ -30,8 +30,8 @@ class ReviseConfig(Config):
     eta: float = Field(default=0.2, gt=0, le=1)
     """The factor of `schedule`."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
-    """Which tokens are hidden: drawn without replacement, in proportion to exp(-value / temperature) (1: as in ReMDM's conf). 0: those of
-    the lowest value."""
+    """Which tokens are hidden: drawn without replacement, in proportion to exp(-value / temperature). 0: those of the lowest value.
+    (ReMDM's conf hides each token on its own, in these proportions at 1, by its probability when it was revealed.)"""
     below: float | None = Field(default=None, gt=0, le=1)
     """Hide only tokens whose value is below this, and so perhaps fewer than `schedule` says. Unset: any."""
     t_on: float = Field(default=0.55, gt=0, lt=1)

@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -40,6 +40,8 @@ OF_NEW_MODELS = ("from_scratch", "tokenizer")
 """The settings of a model that only pre-training from scratch reads."""
 TRAIN = "train:"
 TOKENIZER_SIZES = range(259, 1_000_001)  # from the bytes and special tokens to what memory can be reserved for
+WRITTEN = {"output_dir", "token_cache", "logging_dir", "resume_from_checkpoint"}
+"""The settings of a run that name what it writes."""
 LOCK_FILE = ".lock"
 """The file in an output folder by which a run keeps others out (`training/resume/lock.py`)."""
 
@@ -295,17 +297,22 @@ def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
     return any(place == output or (place.is_relative_to(output) and OF_RUN.fullmatch(str(place.relative_to(output)))) for place in named)
 
 
-def check_output_folder(path: str | Path, *, overwrite: bool | None = None, resume: bool | None = None) -> None:
+def check_output_folder(
+    path: str | Path, *, overwrite: bool | None = None, resume: bool | None = None, inputs: Iterable[str | Path] = ()
+) -> None:
     """Check that a verb may write into `path`: it is absent or empty, or the user allows it. Only the first process looks for files.
 
     Args:
         overwrite, resume: whether the user gives these options; None: the verb has none, and the error does not advise it.
+        inputs: what the verb reads; a name that is no path is passed over.
 
     Raises:
         TrainingError: the folder is in use.
-        ConfigError: `path`, or what should hold it, is a file or may not be written to.
+        ConfigError: `path` is or holds an input, or it or what should hold it is a file or may not be written to.
     """
     _refuse_unwritable(path := Path(path))
+    if not resume:
+        refuse_inputs(path, inputs)
     in_use = is_first_process() and path.exists() and any(inside.name != LOCK_FILE for inside in path.iterdir())
     if in_use and not (overwrite or resume):
         ways = {"Choose another": True, "continue with --resume": resume, "write into it with --overwrite": overwrite}
@@ -313,10 +320,34 @@ def check_output_folder(path: str | Path, *, overwrite: bool | None = None, resu
         raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
 
 
-def refuse_existing(path: Path, remedy: str, *, overwrite: bool) -> None:
-    """Raise ConfigError if a file to write exists and may not be overwritten, or cannot be written there."""
+def inputs_of(settings: RunConfig) -> list[str]:
+    """The texts among the settings of a run that may name files or folders which it reads, and the files of `file.py:NAME`."""
+    found = [f"{settings.model.path}/model"]  # of the folder of a run
+    left: list[Any] = [settings.model_dump()]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += [each for name, each in value.items() if name not in WRITTEN]
+        elif isinstance(value, list):
+            left += value
+        elif isinstance(value, str):
+            found += [value, *([value.partition(".py:")[0] + ".py"] if ".py:" in value else [])]
+    return found
+
+
+def refuse_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
+    """Raise ConfigError if an input is what is written, or in a folder that is."""
+    for each in inputs:
+        if str(each) and os.path.lexists(each) and (place := Path(each).resolve()).is_relative_to(output.resolve()):
+            what = "is an input, and would be overwritten" if place == output.resolve() else f"holds an input, {each}"
+            raise ConfigError(what, where=str(output), remedy="Choose another output")
+
+
+def refuse_existing(path: Path, remedy: str, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:
+    """Raise ConfigError if a file to write exists and may not be overwritten, is an input, or cannot be written there."""
     if path.is_dir():
         raise ConfigError("is a folder, not a file", where=str(path), remedy="Name a file")
+    refuse_inputs(path, inputs)
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(path), remedy=remedy)
     _refuse_unwritable(path.parent)
@@ -369,12 +400,17 @@ def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed
     """
     known = {field.name for field in dataclasses.fields(cls) if field.init} - set(fixed)
     hints = typing.get_type_hints(cls, include_extras=True)
-    for key in mapping:
+    refuse_unknown(mapping, known, where, fixed)
+    return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
+
+
+def refuse_unknown(keys: Iterable[str], known: Collection[str], where: str, fixed: Collection[str] = ()) -> None:
+    """Raise ConfigError for a key that a section does not have, or that the run sets itself (`fixed`)."""
+    for key in keys:
         if key in fixed:
             raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section")
         if key not in known:
             raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
-    return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:

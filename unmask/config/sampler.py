@@ -34,8 +34,9 @@ class SamplerConfig(Config):
     max_new_tokens: int = Field(default=128, ge=1)
     """The length of the completion, in tokens; shorter where it stops at an end token."""
     steps: int | None = Field(default=None, ge=1)
-    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
-    each); within a block the tokens per step are as even as possible, the larger counts first."""
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks, each of
+    which takes at least one (one more block if the prompt ends inside an attention block); within a block the tokens per step
+    are as even as possible, the larger counts first."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """The tokens that a step reveals, instead of `steps`."""
     schedule: Literal["even", "dream", "ancestral"] = "even"
@@ -58,6 +59,9 @@ class SamplerConfig(Config):
     """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
     entropy_bound: float | None = Field(default=None, ge=0)
     """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
+    entropy_rule: Literal["sum", "sum-minus-max"] = "sum"
+    """What `entropy_bound` bounds: the sum of the entropies, or the sum without the largest one (the EB sampler, Ben-Hamu et
+    al. 2025)."""
     remask: float = Field(default=0.0, ge=0, lt=1)
     """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many additional
     tokens are revealed, so the number of steps does not change."""
@@ -155,6 +159,8 @@ class SamplerConfig(Config):
         if self.policy in ("random", "left_to_right") and self.filtered_confidence:
             remedy = "Use policy 'confidence', 'margin' or 'entropy'"
             raise ConfigError(f"has no effect with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
+        if self.entropy_rule != "sum" and self.entropy_bound is None:
+            raise ConfigError("has no effect without entropy_bound", where="entropy_rule", remedy="Set entropy_bound, or leave it out")
         if self.drafts and (self.remask or self.guidance):
             what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
             raise ConfigError(what, where="drafts", remedy="Leave one of them out")

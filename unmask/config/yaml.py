@@ -116,20 +116,22 @@ def parse_yaml(text: str, where: str) -> Any:
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(f"has more than {MAX_CHARACTERS:,} characters", where=where, remedy="Give a file of settings")
-    loader = None
+    loader, remedy = None, "Fix the YAML there"
     try:
         loader = _Loader(text, SECRET_KEY.search(where) is not None)
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         where, problem = f"{where}{line}", str(error.problem)
+        if "'\\t'" in problem:
+            problem, remedy = "there is a tab where YAML has spaces", "Replace tabs by spaces"
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
         # Characters that YAML forbids, a number too large for Python, or a value that does not fit its tag.
         problem = f"this is not YAML: {error}"
     # Outside of the handlers, because the tracebacks of PyYAML's errors quote lines.
     if loader and loader.in_secret:
         raise ConfigError("the value of a secret is not YAML", where=where, remedy="Write it in single quotes")
-    raise ConfigError(problem, where=where, remedy="Fix the YAML there")
+    raise ConfigError(problem, where=where, remedy=remedy)
 
 
 def dump_yaml(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
-from unmask.training.config import NEUTRAL, Part
+from unmask.training.config import NEUTRAL, Conflict, Part
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.text_config import TextConfig
@@ -40,10 +40,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
         0.0, "The weight of the KL divergence from the frozen causal model, where no later token is visible", low=0, high=1
     )
     teacher_top_k: int = setting(
-        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1
+        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1, needs=("distillation",)
     )
     on_policy: float = setting(0.0, "The fraction of rows whose end is replaced by the model's own continuation", low=0, high=1)
-    rollout_tokens: int = setting(32, "Tokens that the model generates for each row of `on_policy`", low=1)
+    rollout_tokens: int = setting(32, "Tokens that the model generates for each row", low=1, needs=("on_policy",))
     alignment: float = setting(0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0)
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
@@ -105,7 +105,13 @@ class ConvertConfig(NoisingConfig, TextConfig):
         work = super().workload(blueprint, run)
         return work and replace(work, teacher=bool(self.distillation or self.alignment))
 
-    def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+    @property
+    def excludes_adapters(self) -> str | None:
+        args: Any = self  # mypy does not read the fields of TrainingArguments
+        return next((name for name in ("time_embedding", "fsdp", "deepspeed") if getattr(args, name)), None)
+
+    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
+        yield from super().conflicts(run)
         if run.lora:
             self.refuse_adapters(timed=self.time_embedding)
 
@@ -114,10 +120,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
         if timed:
             what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
             raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
-        args: Any = self  # mypy does not read the fields of TrainingArguments
-        if args.deepspeed:
-            what = "a conversion with adapters cannot go from one stage to the next under DeepSpeed"
-            raise ConfigError(what, where="deepspeed and lora", remedy="Leave deepspeed out, or convert without lora")
+        if key := self.excludes_adapters:
+            what = "a conversion with adapters cannot go from one stage to the next where processes share out the training's state"
+            remedy = f"Leave {key} out ({key}=null): each process then holds the whole model. Or convert without adapters (lora=null)"
+            raise ConfigError(what, where=f"{key} and lora", remedy=remedy)
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"stages": [stage.model_dump() for stage in self.stages]}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from unmask.training.checkpoints import checkpoints
 from unmask.training.resume.record import read_record
 from unmask.training.resume.resumption import Resumption
+from unmask.training.run_files import checkpoints
 
 
 class StageResumption(Resumption):

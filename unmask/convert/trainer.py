@@ -23,7 +23,7 @@ from unmask.convert.distillation import compare, distillation_loss
 from unmask.convert.resumption import StageResumption
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
-from unmask.data.report import DataReport
+from unmask.data.report import DataReport, show_rows
 from unmask.data.rows import Row, separate_documents
 from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.token_cache import StreamedRows
@@ -37,14 +37,16 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import checkpoints, last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
+from unmask.training.checkpoints import last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
-from unmask.training.hardware_checks import is_split
+from unmask.training.durable.stopping import StopOnSignal
+from unmask.training.hardware_checks import is_split, refuse_unknown_arguments
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.resume.record import RunRecord, expect_visited, read_record
+from unmask.training.run_files import checkpoints
 from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
@@ -205,6 +207,7 @@ class ConvertTrainer:
         peft_config: peft.PeftConfig | None = None,
         **rest: Any,
     ):
+        refuse_unknown_arguments(args, rest)
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")
@@ -218,6 +221,8 @@ class ConvertTrainer:
                 raise ConfigError("names no weights that take gradients", where=where, remedy="Add adapters to these weights, or use all")
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
+        if args.show_rows and args.should_save:
+            show_rows(self.lm.tokenizer, self.train_rows, args.show_rows)
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
@@ -363,6 +368,8 @@ class ConvertTrainer:
         rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
+        for stop in (each for each in rest["callbacks"] if isinstance(each, StopOnSignal)):
+            stop.steps_before = first
         rows = rows_from_step(self.train_rows, args, first)
         place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
@@ -381,6 +388,6 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
+        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1, context=lm.context_length)
         return pair_rows(lm.tokenizer, dataset, limits, DataReport(where, max_unknown=args.max_unknown), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)

@@ -14,19 +14,23 @@ the one in the text or from the template, otherwise the tokenizer's EOS. Nothing
 Special tokens that a user's text spells stay text (`special_tokens.py`), except an end token at the end of a completion. Those that a chat
 template writes are tokens.
 
-`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS.
+`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS. `options` are what the chat template reads
+beside the messages: `tools`, and the items of `chat_template_kwargs` (`template_options`).
 """
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from unmask.data.special_tokens import END, START, as_text, encode
+from unmask.data.decoding import has_text
+from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, without_marks
 from unmask.errors import DataError
-from unmask.models.chat_template import render_template
+from unmask.models.chat_template import ANSWER, render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +44,10 @@ Learn = Literal["all", "last"]
 Ends = Sequence[int]
 """The ids of end tokens."""
 
+Options = Mapping[str, Any]
+"""Arguments of the chat template."""
+NO_OPTIONS: Options = {}
+
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
 EQUAL_RESPONSES = "chosen equals rejected"
 
@@ -49,14 +57,39 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     return any(is_messages(example.get(field)) for field in FIELDS)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = ()) -> list[int]:
+def template_options(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> Options:
+    """What the chat template reads beside the messages of an example (`unmask.data.formats`): `tools` and `chat_template_kwargs`.
+
+    Raises:
+        DataError: `chat_template_kwargs` has what rendering itself sets.
+    """
+    given = example.get("chat_template_kwargs") or {}
+    ours = inspect.signature(tokenizer.apply_chat_template).parameters.keys() - {"tools", "documents"} | {"messages"} if given else ()
+    if own := next((name for name in given if name in ours), None):
+        remedy = "Set data.chat_template." if own == "chat_template" else "Leave it out."
+        raise DataError(f"{own!r} cannot differ by row", where="chat_template_kwargs", remedy=remedy, reason="wrong type")
+    options = {"tools": example.get("tools"), **given}
+    return {name: value for name, value in options.items() if name != "tools" or value}
+
+
+def encode_row(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> list[int]:
+    """The ids of the prompt of an example, which its completion follows in any verb."""
+    return encode_prompt(tokenizer, example["prompt"], options=template_options(tokenizer, example))
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = (), options: Options = NO_OPTIONS
+) -> list[int]:
     """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged). The special tokens in `keep` are
     tokens also in users' texts, and what follows one continues the text."""
     if isinstance(prompt, str):
         ids, bos = _encode_marked(tokenizer, as_text(tokenizer, prompt, keep), keep), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if is_messages(prompt):
-        return _encode_marked(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)), keep)
+        messages, options = as_text(tokenizer, prompt, keep), as_text(tokenizer, options, keep)
+        text = _prompt_text(tokenizer, messages, options)
+        _require_tools(tokenizer, messages, options, text, partial(_prompt_text, tokenizer))
+        return _encode_marked(tokenizer, text, keep)
     if is_ids(prompt):
         return list(prompt)
     remedy = "Give a string, messages, or a list of token ids."
@@ -67,13 +100,15 @@ def encode_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> list[int]:
     """The ids of a prompt of messages, for a model that may call tools, which the chat template renders (as JSON schemas of functions)."""
-    return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, messages), as_text(tokenizer, tools)))
+    options = {"tools": as_text(tokenizer, tools)} if tools else NO_OPTIONS
+    return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, messages), options))
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str, keep: Collection[str | None] = ()) -> list[int]:
-    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text; `keep` as in
-    `encode_prompt`."""
-    return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=bool(prompt))
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text, if the prompt
+    has text: `text_after` gives the text back. `keep` as in `encode_prompt`."""
+    continues = has_text(tokenizer, prompt) if is_ids(prompt) else bool(prompt)
+    return _encode_marked(tokenizer, as_text(tokenizer, text, keep), keep, continues=continues)
 
 
 def _encode_marked(tokenizer: PreTrainedTokenizerBase, text: str, keep: Collection[str | None], *, continues: bool = False) -> list[int]:
@@ -98,25 +133,39 @@ def _pattern(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
 
 def _adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer adds a space before a text, as SentencePiece does."""
-    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + encode(tokenizer, "a")
+    letter = encode(tokenizer, "a")
+    return encode(tokenizer, "\na") != encode(tokenizer, "\n") + letter or tokenizer.decode(letter * 2) == "a a"
 
 
 def _continuation(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The ids of a text without the space that the tokenizer adds: encoded after a line break, whose ids are dropped."""
-    newline, after_newline = encode(tokenizer, "\n"), encode(tokenizer, "\n" + text)
-    return after_newline[len(newline) :] if after_newline[: len(newline)] == newline else encode(tokenizer, text)
+    """The ids of a text without the space that the tokenizer adds: encoded after another text, whose ids are dropped.
+    That is the first one after which the text comes back when it is decoded, if there is any. After some it does not:
+    a normalizer may drop line breaks, or a token be of both texts."""
+    letter, expected = encode(tokenizer, "a"), "a" + without_marks(text)
+    found = []
+    for start in ("\n", ".", "a"):
+        before, ids = encode(tokenizer, start), encode(tokenizer, start + text)
+        if ids[: len(before)] == before:
+            found.append(ids[len(before) :])
+            if tokenizer.decode([*letter, *found[-1]], skip_special_tokens=True) == expected:
+                return found[-1]
+    return found[0] if found else encode(tokenizer, text)
 
 
-def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
+def encode_pair(
+    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = (), options: Options = NO_OPTIONS
+) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
         DataError: one is a string and the other messages; the completion is not a single answer of the assistant; the tokenizer lacks a
-            chat template or an EOS; or the template renders the prompt differently if a completion follows.
+            chat template or an EOS; or the template renders the prompt differently if a completion follows, or does not write tools or
+            the calls of them.
     """
     if isinstance(completion, str) and not is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
+        ids = encode_prompt(tokenizer, prompt)
+        return ids, _finish(tokenizer, [*encode_completion(tokenizer, ids, text), *end], ends)
     if not (is_messages(prompt) and is_messages(completion)):
         what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
@@ -124,9 +173,11 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     _require_answer(prompt, completion)
     completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
     asked: Sequence[Message] = as_text(tokenizer, prompt)
-    start = _prompt_text(tokenizer, asked)
-    whole = render_template(tokenizer, [*asked, *completion])
+    options = as_text(tokenizer, options)
+    start = _prompt_text(tokenizer, asked, options)
+    whole = render_template(tokenizer, [*asked, *completion], **options)
     _require_prefix(start, whole, prompt)
+    _require_tools(tokenizer, [*asked, *completion], options, whole)
     return encode(tokenizer, start), _finish(tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends)
 
 
@@ -137,28 +188,45 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any
         text = example["text"]
         if not isinstance(text, str):
             raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="wrong type")
-        text, end = _cut_end(tokenizer, text, ends)
-        return encode_prompt(tokenizer, ""), _finish(tokenizer, [*encode(tokenizer, as_text(tokenizer, text)), *end], ends)
+        _require_eos(tokenizer)
+        return encode_prompt(tokenizer, ""), encode_documents(tokenizer, [text], ends)[0]
     if "messages" in example:
         _require_messages(example["messages"])
-        messages = [_without_end(tokenizer, message, ends) for message in example["messages"]]
-        ids = encode(tokenizer, render_template(tokenizer, as_text(tokenizer, messages)))
+        if any(not _weight(message) for message in example["messages"]):
+            remedy = "Leave the weight out, or fine-tune with sft, which reads it."
+            raise DataError("the whole conversation is learnt", where="weight", remedy=remedy, reason="with weight")
+        messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in example["messages"]])
+        options = as_text(tokenizer, template_options(tokenizer, example))
+        text = render_template(tokenizer, messages, **options)
+        _require_tools(tokenizer, messages, options, text)
+        ids = encode(tokenizer, text)
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
-    return encode_pair(tokenizer, example["prompt"], example["completion"], ends)
+    return encode_pair(tokenizer, example["prompt"], example["completion"], ends, template_options(tokenizer, example))
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], ends: Ends = ()) -> list[list[int]]:
+    """The ids of documents after BOS, with one end token each: that after the text, otherwise the tokenizer's EOS, if it has one."""
+    cut = [(short, end) if short.strip() else (text, []) for text in texts for short, end in [_cut_end(tokenizer, text, ends)]]
+    documents, bos = [], [tokenizer.bos_token_id]
+    for ids, (_, end) in zip(encode_texts(tokenizer, [text for text, _ in cut]), cut, strict=True):
+        body = [*(ids[1:] if ids[:1] == bos else ids), *end]
+        documents.append(body if tokenizer.eos_token_id is None else _finish(tokenizer, body, ends))
+    return documents
 
 
 def encode_turns(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = ()
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = (), options: Options = NO_OPTIONS
 ) -> tuple[list[int], list[int], list[bool]]:
     """The ids before the last answer of a conversation, the ids of this answer, and which of the former are learnt.
 
-    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Messages after the last answer are left out. An
-    earlier answer is learnt with the end that the template writes, without white space after it.
+    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Answers with `"weight": 0` are not learnt; messages
+    after the last answer that is are left out. An earlier answer is learnt with the end that the template writes, without white space
+    after it.
 
     Raises:
-        DataError: the assistant has no turn, or one that follows no other role's; the template renders a turn differently if others
-            follow, or does not end it; the tokenizer has no character offsets.
+        DataError: the assistant has no turn that is learnt, or one that follows no other role's; the template renders a turn differently
+            if others follow, or does not end it; the tokenizer has no character offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -168,17 +236,26 @@ def encode_turns(
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but follows no message to answer"
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answer without a question")
+    answers = [turn for turn in answers if _weight(messages[turn])]
+    if not answers:
+        raise DataError("all answers have weight 0", where="weight", remedy="Remove the row.", reason="without an answer")
     messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in messages])
     last = answers.pop()
-    prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
+    prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends, options)
     learnt = [False] * len(prompt)
     if learn == "all" and answers:
-        whole = _prompt_text(tokenizer, messages[:last])
+        options = as_text(tokenizer, options)
+        whole = _prompt_text(tokenizer, messages[:last], options)
         for turn in answers:
-            before, through = _prompt_text(tokenizer, messages[:turn]), render_template(tokenizer, messages[: turn + 1])
+            before = _prompt_text(tokenizer, messages[:turn], options)
+            through = render_template(tokenizer, messages[: turn + 1], **options)
             _require_prefix(before, through, messages[:turn])
             _require_prefix(through, whole, messages[: turn + 1])
-            _require_end(through[len(before) :], messages[turn])
+            ended, message = through, messages[turn]
+            if message.get("tool_calls"):  # an end cannot be told from a call: the template writes a plain answer
+                message = {"role": "assistant", "content": ANSWER}
+                ended = render_template(tokenizer, [*messages[:turn], message], **options)
+            _require_end(ended[len(before) :], message)
             inside = _tokens_between(tokenizer, whole, prompt, len(before), len(through))
             for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
@@ -195,8 +272,9 @@ def encode_preference(
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             what = "they have no common beginning to be the prompt"
             raise DataError(what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty")
-    prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends)
-    return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends)[1]
+    options = template_options(tokenizer, example)
+    prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends, options)
+    return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends, options)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
@@ -240,10 +318,9 @@ def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence
     return [index for index, (first, end) in enumerate(spans) if start <= first and start < end <= stop]
 
 
-def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Any = None) -> str:
+def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], options: Options) -> str:
     """The text before the model's answer: its turn is opened, or continued if the last message is the assistant's."""
     answering = messages[-1]["role"] == "assistant"
-    options = {"tools": tools} if tools else {}
     return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering, **options)
 
 
@@ -258,6 +335,8 @@ def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) ->
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
         what, remedy = f"a completion has a turn of the {others[0]}", "Move all but the last answer to the prompt, or remove the row."
         raise DataError(what, where="completion", remedy=remedy, reason="other roles in the answer")
+    if not _weight(completion[-1]):
+        raise DataError("the answer has weight 0", where="weight", remedy="Remove the row.", reason="without an answer")
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
         what = "a turn of the assistant follows another"
         raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answer without a question")
@@ -305,6 +384,43 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
         raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered differently when more turns follow")
 
 
+def _require_tools(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    options: Options,
+    text: str,
+    render: Callable[[Sequence[Message], Options], str] | None = None,
+) -> None:
+    """Raise a DataError if the template leaves out the tools of a prompt, or the calls of a message: `text`, which it has rendered, is the
+    same without them.
+
+    Args:
+        render: how the text was rendered; None: as a whole conversation.
+    """
+    fewer: list[tuple[str, Sequence[Message], Options]] = []
+    if options.get("tools"):
+        fewer.append(("tools", messages, {name: value for name, value in options.items() if name != "tools"}))
+    for index, message in enumerate(messages):
+        if message.get("tool_calls"):
+            without = {name: value for name, value in message.items() if name != "tool_calls"}
+            fewer.append(("tool_calls", [*messages[:index], without, *messages[index + 1 :]], options))
+    for what, rest, given in fewer:
+        try:
+            same = text == (render(rest, given) if render else render_template(tokenizer, rest, **given))
+        except DataError:  # it needs them
+            continue
+        if same:
+            remedy = "Use a model whose template has them, remove the row, or write them as text."
+            raise DataError(
+                f"the chat template does not write {what}", where=what, remedy=remedy, reason="not written by the chat template"
+            )
+
+
+def _weight(message: Message) -> bool:
+    """Whether a message that is an answer is learnt."""
+    return message.get("weight") is None or bool(message["weight"])
+
+
 def _require_end(text: str, message: Message) -> None:
     """Raise a DataError if the template writes no end after an answer that others follow: its end could not be learnt."""
     if text.strip() == str(message.get("content") or "").strip():
@@ -331,8 +447,11 @@ def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: End
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:
     """A completion cut after its first closing end token, or with the tokenizer's EOS added if it has none."""
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise DataError("the tokenizer has no EOS token", where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
+    _require_eos(tokenizer)
     ended = ids[: _learnt_length(tokenizer, ids, ends)]
-    return ended if ended and ended[-1] in _all_ends(tokenizer, ends) else [*ended, eos]
+    return ended if ended and ended[-1] in _all_ends(tokenizer, ends) else [*ended, tokenizer.eos_token_id]
+
+
+def _require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
+    if tokenizer.eos_token_id is None:
+        raise DataError("the tokenizer has no EOS token", where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")

@@ -10,17 +10,21 @@
 | `prompt`, `chosen`, `rejected`; or without `prompt` | text or messages | unchanged |
 | `conversations`, `chosen`, `rejected`, optional `system` | a preference of ShareGPT | `prompt`, `chosen`, `rejected` |
 | `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
+| `prompt` | text or messages | unchanged |
 
-A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`.
+A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0` is not
+learnt. Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads, as in TRL.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from unmask.data.encoding import is_ids
 from unmask.data.rows import require_values
 from unmask.errors import DataError
 
@@ -28,6 +32,12 @@ Example = dict[str, Any]
 
 PROMPTS = ("question", "instruction", "input", "query")
 """Other names of a prompt column."""
+ANSWERS = ("answer", "output", "response", "target", "attempt")
+"""Other names of a completion column."""
+RENDERED: dict[str, type[Any]] = {"tools": list, "chat_template_kwargs": dict}
+"""Columns that a chat template reads beside the messages, and their types; JSON text is decoded."""
+LABELS = {"true": True, "false": False, "1": True, "0": False}
+"""Labels of a table without booleans."""
 SPEAKERS = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
     **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
@@ -78,11 +88,33 @@ def preference(row: Example) -> Example:
 
 
 def unpaired(row: Example) -> Example:
-    """A completion with a boolean label."""
-    if not isinstance(row["label"], bool):
+    """A completion with a boolean label, which may be written as 1 or 0."""
+    label = row["label"]
+    if not isinstance(label, bool):
+        label = LABELS.get(str(label).strip().lower() if isinstance(label, str) else f"{label:g}" if isinstance(label, int | float) else "")
+    if label is None:
         what = f"{row['label']!r:.40} is neither true nor false"
         raise DataError(what, where="label", remedy="Write true for a good completion, false for a bad one.", reason="wrong type")
-    return {name: row[name] for name in ("prompt", "completion", "label")}
+    return {"prompt": row["prompt"], "completion": row["completion"], "label": label}
+
+
+def template_columns(row: Mapping[str, Any]) -> Example:
+    """The columns of `RENDERED` that a row has and that are not empty. Raises DataError for one of another type."""
+    columns = {}
+    for name, kind in RENDERED.items():
+        value = row.get(name)
+        if isinstance(value, str) and value.strip():
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                value = row[name]
+        if not value:
+            continue
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(tool, Mapping) or callable(tool) for tool in value)):
+            remedy = f"Give {'a list of functions as JSON schemas' if kind is list else 'an object'}, or remove the column."
+            raise DataError(f"{value!r:.80} is of another type", where=name, remedy=remedy, reason="wrong type")
+        columns[name] = value
+    return columns
 
 
 @dataclass(frozen=True)
@@ -92,15 +124,19 @@ class RecordFormat:
     columns: tuple[str, ...]  # identify the format
     texts: tuple[str, ...]  # those that hold text or messages
     convert: Callable[[Example], Example] | None = None  # to TRL's columns, from a row whose messages have roles; None: they are TRL's
-    unsupported: tuple[str, ...] = ("tools", "system", "history")  # they would change the prompt; a row that has one is refused
+    unsupported: tuple[str, ...] = ("system", "history")  # they would change the prompt; a row that has one is refused
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's columns. Raises DataError if a text is blank or of another type, or the row has an unsupported column."""
-        for name in self.unsupported:
-            if row.get(name):
-                what, remedy = f"the column {name} is not supported", "Write it into the prompt (a system message), or remove the column."
-                raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
+        """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank or of another type, or the row
+        has a column that would change the prompt, but is not read."""
         texts = {name: _messages(row[name]) for name in self.texts}
+        rendered = template_columns(row)
+        in_text = () if any(map(_is_chat, texts.values())) else rendered
+        for name in (*(name for name in self.unsupported if row.get(name)), *in_text):
+            what, remedy = f"the column {name} is not supported", "Write it into the prompt (a system message), or remove the column."
+            if name in in_text:
+                what, remedy = "a text has no chat template to read it", "Give messages, or remove the column."
+            raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
         for name, value in texts.items():
             if _is_blank(value):
                 raise DataError("is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty")
@@ -108,7 +144,7 @@ class RecordFormat:
                 remedy = 'Give a text, or [{"role": "user", "content": "..."}, ...].'
                 raise DataError(f"neither a text nor messages: {value!r:.80}", where=name, remedy=remedy, reason="wrong type")
         row = row | texts
-        return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
+        return (self.convert(row) if self.convert else {name: row[name] for name in self.columns}) | rendered
 
     def described(self, row: Example) -> str:
         """The columns and the types of the row's texts, such as "prompt, completion (text)"."""
@@ -116,9 +152,9 @@ class RecordFormat:
         return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
-PLAIN = RecordFormat(("text",), ("text",), unsupported=("tools",))
+PLAIN = RecordFormat(("text",), ("text",), unsupported=())
 CHAT = RecordFormat(("messages",), ("messages",))
-SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools", "history"))
+SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("history",))
 TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = RecordFormat(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
@@ -128,12 +164,38 @@ PREFERENCES = (
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
-        ("tools", "history"),
+        ("history",),
     ),
     RecordFormat(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unsupported=("tools", "system", "history", *PROMPTS)),
+    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unsupported=("system", "history", *PROMPTS)),
 )
 UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
+PROMPT = RecordFormat(("prompt",), ("prompt",))
+"""For reinforcement learning and evaluation."""
+
+
+def _require_columns(row: Mapping[str, Any], names: Sequence[str]) -> None:
+    """As `require_values`. The error of a missing prompt or completion names the columns that seem to be meant."""
+    try:
+        require_values(row, names, "")
+    except DataError as error:
+        others = {"prompt": PROMPTS, "completion": ANSWERS}
+        found = {ours: next(filter(row.__contains__, theirs), None) for ours, theirs in others.items() if ours in names and ours not in row}
+        renamed = " and ".join(f"{theirs} to {ours}" for ours, theirs in found.items() if theirs)
+        remedy = f"Rename {renamed}: docs/data.md lists the columns of each verb" if renamed else error.remedy
+        raise DataError(error.what, remedy=remedy, reason=error.reason) from error
+
+
+def read_prompt(row: Mapping[str, Any]) -> Example:
+    """The prompt of a row, a text, messages or token ids, with the columns of `RENDERED`. Raises DataError as `RecordFormat.read`, but the
+    prompt may be an empty text."""
+    if isinstance(row, Mapping):
+        _require_columns(row, PROMPT.columns)
+        prompt = row["prompt"]
+        if (isinstance(prompt, str) and not prompt.strip()) or is_ids(prompt):
+            PROMPT.read({**row, "prompt": "text"})
+            return {"prompt": prompt}
+    return Reader([PROMPT]).read(row)
 
 
 class Reader:
@@ -164,13 +226,13 @@ class Reader:
         filled = {name: value for name, value in row.items() if value is not None}
         format_ = next((known for known in self.formats if filled.keys() >= {*known.columns}), None)
         if format_ is None:
-            require_values(row, (self.format or self._nearest(row, filled)).columns, "")
+            _require_columns(row, (self.format or self._nearest(row, filled)).columns)
         assert format_ is not None
         for other in self.formats:
             if {*format_.columns} < {*other.columns} <= row.keys():  # null in a column of `other` is an error, not another format
                 require_values(row, other.columns, "")
         example = format_.read(filled)
-        if len({isinstance(example[name], str) for name in example.keys() - {"label"}}) > 1:
+        if len({isinstance(example[name], str) for name in example.keys() - {"label", *RENDERED}}) > 1:
             return example  # mixes text and messages: rendering refuses it, so it must not set the format
         described = format_.described(filled)
         if self.format is None:
@@ -181,8 +243,10 @@ class Reader:
         return example
 
     def _nearest(self, row: Mapping[str, Any], filled: Example) -> RecordFormat:
-        """The format with the most columns that have a value in the row; among equals, the one with the most columns present."""
-        return max(reversed(self.formats), key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)])
+        """The format with the most columns that have a value in the row; among equals, the one with the most columns present. A question
+        alone is no trace."""
+        formats = [known for known in reversed(self.formats) if known is not TRACE or not row.keys().isdisjoint(TRACE.columns[1:])]
+        return max(formats, key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)])
 
 
 def _type(value: Any) -> str:
@@ -220,6 +284,9 @@ def _message(message: Mapping[str, Any]) -> Example:
     if not isinstance(content, str) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
         raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type")
+    if message.get("weight") not in ((None, 0, 1) if role == "assistant" else (None, 0)):
+        what, remedy = f"the {role}'s message has weight {message['weight']!r:.40}", "Write 0 or 1 for an answer, and none for others."
+        raise DataError(what, where="weight", remedy=remedy, reason="wrong type")
     rest = {name: value for name, value in message.items() if value is not None and name not in ("from", "value")}
     return rest | {"role": role, "content": content}
 
@@ -233,10 +300,10 @@ def _part(part: Any) -> str:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether a text is blank, or all messages are, or one of the assistant's without a tool call is."""
+    """Whether a text is blank, or all messages are, or one of the assistant's is; a message with a tool call is not."""
     if isinstance(value, str):
         return not value.strip()
     if not _is_chat(value):
         return isinstance(value, Sequence) and len(value) == 0
-    blank = [message for message in value if isinstance(message["content"], str) and not message["content"].strip()]
-    return len(blank) == len(value) or any(message["role"] == "assistant" and not message.get("tool_calls") for message in blank)
+    blank = [message for message in value if not (message.get("tool_calls") or message["content"].strip())]
+    return len(blank) == len(value) or any(message["role"] == "assistant" for message in blank)

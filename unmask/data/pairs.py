@@ -10,12 +10,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
+from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns, template_options
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -35,6 +35,7 @@ class RowLimits:
     block_size: int = 1  # of block-causal attention; 1: no blocks
     truncate_prompt: bool = False  # if the completion does not fit, cut the beginning of the prompt (after BOS)
     truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
+    context: int | None = None  # tokens that the model reads at most; None: any number
 
     def fit(self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids) -> tuple[Ids, list[Ids]]:
         """A prompt and the completions that may follow it, truncated where this is allowed. Raises DataError if they are too long."""
@@ -51,9 +52,11 @@ class RowLimits:
         kept = self.max_length - self.max_length % self.block_size - len(prompt)
         if self.truncate_completion and kept > 0:
             return prompt, [completion[:kept] for completion in completions]
+        what, remedy = f"{length} tokens, but a row holds {self.max_length}", f"Raise max_length (training.max_length={length})"
+        if self.context is not None and length > self.context:
+            what, remedy = f"{what}, and the model's context is {self.context}", "Shorten or remove the row"
         cut = ", or cut the prompt with training.truncate_prompt=true" if excess + bos < len(prompt) else ""
-        remedy = f"Raise max_length as far as the model's context goes (training.max_length={length}){cut}"
-        raise DataError(f"{length} tokens, but a row holds {self.max_length}", remedy=remedy, reason="too long")
+        raise DataError(what, remedy=f"{remedy}{cut}", reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:
         """The number of EOS tokens that fill a row after a prompt and a completion of these lengths."""
@@ -94,7 +97,7 @@ def pair_rows(
             prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.unknown.count(tokenizer, [*prompt, *completion], converted)
-            report.record_lengths(prompt=len(prompt), completion=len(completion))
+            report.record_lengths(prompt=len(prompt) - sum(learnt), completion=sum(learnt) + len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
             filling = 0 if cut else limits.filling(len(kept), len(answer))
@@ -102,6 +105,7 @@ def pair_rows(
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
+            report.answers += 1 + sum(is_learnt for is_learnt, _ in groupby(row["maskable"][: len(kept)]))
             report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
     if not packed:
         return report.attach(rows)
@@ -162,7 +166,7 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
 def _encode_parts(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
     if learn is not None and "messages" in example:
-        return encode_turns(tokenizer, example["messages"], learn, ends)
+        return encode_turns(tokenizer, example["messages"], learn, ends, template_options(tokenizer, example))
     prompt, completion = encode_example(tokenizer, example, ends)
     return prompt, completion, [False] * len(prompt)
 

@@ -1,20 +1,31 @@
-"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or truncated and why."""
+"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or truncated and why; and rows as
+text in which the learnt tokens are marked."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from itertools import groupby, islice
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from unmask.console import show_table
+from unmask.console import for_stdout, show_line, show_table
 from unmask.data.encoding import EQUAL_RESPONSES
 from unmask.data.rows import prepending_place
 from unmask.data.unknown_tokens import UnknownTokens
-from unmask.errors import DataError
+from unmask.errors import DataError, UnmaskWarning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 NAMED = 10
 """Rows listed per reason for skipping."""
+LEARNT = "⟦⟧"
+"""What stands before and after learnt tokens."""
+FEW = 1 / 3
+"""A fraction of the rows: if fewer are kept, there is a warning."""
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
 
 RowType = TypeVar("RowType")
@@ -27,16 +38,60 @@ class Rows(list[RowType]):
 
 
 def print_report(rows: Any, wanted: bool) -> Any:
-    """Prints the report of rows that have one, once, if it is wanted. Returns the rows."""
+    """Prints the report of rows that have one, once, if it is wanted, and warns if few of the rows are left. Returns the rows."""
     if wanted and isinstance(rows, Rows) and not rows.report.shown:
-        rows.report.show()
+        report = rows.report
+        report.show()
+        if report.kept < FEW * report.read:
+            what = f"{report.where}: only {report.kept:,} of {report.read:,} rows are kept ({report.reasons})"
+            warnings.warn(what, UnmaskWarning, stacklevel=2)
     return rows
 
 
-def data_reports(trainer: Any) -> dict[str, DataReport]:
-    """The reports of a trainer's datasets (`train`, `eval`) that have one."""
+def data_reports(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The reports of a trainer's datasets (`train`, `eval`) that have one, for JSON; `rows`: the training rows that were shown."""
     datasets = {name: getattr(trainer, f"{name}_dataset", None) for name in ("train", "eval")}
-    return {name: rows.report for name, rows in datasets.items() if isinstance(rows, Rows)}
+    reports = {name: rows.report.to_dict() for name, rows in datasets.items() if isinstance(rows, Rows)}
+    if trainer.args.show_rows:
+        rows = datasets["train"] if datasets["train"] is not None else trainer.train_rows
+        reports["train"] = reports.get("train", {}) | {"rows": marked_rows(trainer.lm.tokenizer, rows, trainer.args.show_rows)}
+    return reports
+
+
+def marked_rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Any], count: int) -> list[list[str]]:
+    """The documents of the first rows as text, with the learnt tokens between `LEARNT`. A prompt of reinforcement learning ends with an
+    empty mark, where the completion will be."""
+    return [_documents(tokenizer, row) for row in islice(iter(rows), count)]
+
+
+def show_rows(tokenizer: PreTrainedTokenizerBase, rows: Iterable[Any], count: int) -> None:
+    """Print `marked_rows`."""
+    for number, documents in enumerate(marked_rows(tokenizer, rows, count)):
+        for part, text in enumerate(documents, start=1):
+            name = f"row {number}" + f", part {part} of {len(documents)}" * (len(documents) > 1)
+            show_line(for_stdout(f"{name}, learnt between {' and '.join(LEARNT)}:\n{text}\n"))
+
+
+def _documents(tokenizer: PreTrainedTokenizerBase, row: Any) -> list[str]:
+    if not isinstance(row, Mapping):  # a prompt of reinforcement learning
+        return [marked_text(tokenizer, row.ids, [False] * len(row.ids)) + "".join(LEARNT)]
+    row = row.get("response", row)  # of KTO
+    tokens = zip(row["documents"], row["input_ids"], row["maskable"], strict=True)
+    return [
+        marked_text(tokenizer, *zip(*((token, learnt) for _, token, learnt in part), strict=True))
+        for _, part in groupby(tokens, itemgetter(0))
+    ]
+
+
+def marked_text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], learnt: Sequence[bool]) -> str:
+    """The text of a row, special tokens included, with the learnt tokens between `LEARNT`."""
+    text, before = "", ""
+    for is_learnt, run in groupby(range(len(ids)), learnt.__getitem__):
+        indices = [*run]
+        whole = str(tokenizer.decode(ids[: indices[-1] + 1], clean_up_tokenization_spaces=False))
+        part = whole.removeprefix(before) if whole.startswith(before) else str(tokenizer.decode(ids[indices[0] : indices[-1] + 1]))
+        text, before = text + (part.join(LEARNT) if is_learnt else part), whole
+    return text
 
 
 class DataReport:
@@ -52,6 +107,7 @@ class DataReport:
         self.read = 0  # number of rows read
         self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
         self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
+        self.answers = 0  # number of answers that are learnt, in the rows that are kept
         self.truncated: Counter[str] = Counter()  # number of truncated rows, by part ("prompt" or "completion")
         self.lengths: dict[str, list[int]] = {}  # tokens before truncation of all rows that could be encoded, by part
         self.packed: int | None = None  # number of packed rows; None without packing
@@ -77,6 +133,11 @@ class DataReport:
         """Number of rows that are kept."""
         return len(self.numbers)
 
+    @property
+    def reasons(self) -> str:
+        """How many rows were skipped, by reason."""
+        return ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
+
     def record_lengths(self, **lengths: int) -> None:
         """Record the tokens of a row's parts."""
         for name, length in lengths.items():
@@ -91,9 +152,8 @@ class DataReport:
         rows."""
         self.unknown.check(self.where)
         if not rows:
-            reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
             remedy = "Fix the data: training.bad_rows=error ends at the first such row and says what is wrong"
-            raise DataError(f"no row is left ({reasons})", where=self.where, remedy=remedy)
+            raise DataError(f"no row is left ({self.reasons})", where=self.where, remedy=remedy)
         reported = Rows(rows)
         reported.report = self
         return reported
@@ -104,6 +164,8 @@ class DataReport:
         counts: dict[str, Any] = {"read": self.read, "kept": self.kept, "dropped": dropped, "truncated": dict(self.truncated)}
         if "chosen" in self.lengths:
             counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL_RESPONSES, ()))
+        if self.answers:
+            counts["answers"] = self.answers
         if self.packed is not None:
             counts["packed"] = self.packed
         tokens = {name: quantiles(lengths) | {"histogram": histogram(lengths)} for name, lengths in self.lengths.items()}
@@ -118,6 +180,8 @@ class DataReport:
             counts.append((f"left out: {reason}", f"{len(indices):,} (row {', '.join(map(str, indices[:NAMED]))}{more})"))
         if "chosen" in self.lengths and EQUAL_RESPONSES not in self.dropped:
             counts.append((EQUAL_RESPONSES, "0"))
+        if self.answers > self.kept:
+            counts.append(("learnt answers", f"{self.answers:,}"))
         counts += [(f"{name} cut", f"{count:,}") for name, count in self.truncated.items()]
         if self.packed is not None:
             counts.append(("packed into", f"{self.packed:,}"))

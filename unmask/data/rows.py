@@ -8,6 +8,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,13 +19,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.special_tokens import encode_texts
+from unmask.data.encoding import encode_documents
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import DataError
 from unmask.records import require_names
 
 TEXTS_AT_ONCE = 256
 """Texts that are tokenised together and held in memory."""
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 Row = dict[str, Any]
 
@@ -33,7 +36,8 @@ Row = dict[str, Any]
 class Column:
     """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated repeatedly.
 
-    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it.
+    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it,
+    or with a text that is not valid Unicode.
     """
 
     dataset: Iterable[Mapping[str, Any]]
@@ -50,7 +54,11 @@ class Column:
                 remedy = f"Name an existing column with text: {self.setting}={texts[0] if texts else 'NAME'}"
                 raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
             require_values(row, (self.name,), where)
-            yield row[self.name]
+            value = row[self.name]
+            if isinstance(value, str) and not value.isascii() and SURROGATE.search(value):
+                what = f"{value!r:.80} is not valid Unicode"  # Python's escape of a byte that is not UTF-8
+                raise DataError(what, where=where, remedy="Save it as UTF-8", reason="not valid Unicode")
+            yield value
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
@@ -91,8 +99,10 @@ def iter_text_rows(
     packed: bool = True,
     where: str = "train_dataset",
     unknown: UnknownTokens | None = None,
+    ends: Sequence[int] = (),
 ) -> Iterator[Row]:
-    """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends with EOS.
+    """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends with EOS. If the text has them,
+    they are not added again; `ends` are the model's end tokens.
 
     Packed: the documents are concatenated and cut into rows of `max_length`. Otherwise each row is one document, cut to `max_length` (a cut
     document has no EOS). The first token of a document and of a row is never learnt, because a model with a logit shift predicts a token
@@ -102,8 +112,8 @@ def iter_text_rows(
         DataError: a text is not a string or has the mask token; or, at the end, there was no text, or too many `unknown` tokens.
     """
     unknown = unknown or UnknownTokens()
-    bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    documents = (bos + body + eos for body in _encoded(tokenizer, texts, where, unknown) if body)
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    documents = (bos + body for body in _encoded(tokenizer, texts, where, unknown, ends))
     # A token is its id, the number of its document, and whether it is learnt.
     tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
     rows: Iterator[list[tuple[int, int, bool]]] = (list(islice(document, max_length)) for document in tokenised)
@@ -120,21 +130,30 @@ def iter_text_rows(
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, unknown: UnknownTokens) -> Iterator[list[int]]:
-    """The ids of each text, without special tokens."""
-    numbered = enumerate(texts)
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str, unknown: UnknownTokens, ends: Sequence[int]
+) -> Iterator[list[int]]:
+    """The ids of each text with its end token; texts that are empty without it are left out."""
+    numbered, closing = enumerate(texts), {*ends, tokenizer.eos_token_id}
     while chunk := list(islice(numbered, TEXTS_AT_ONCE)):
         for index, text in chunk:
             if not isinstance(text, str):
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
-        encoded = encode_texts(tokenizer, [text for _, text in chunk])
-        for (index, text), ids in zip(chunk, encoded, strict=True):
+        try:
+            encoded = encode_documents(tokenizer, [text for _, text in chunk], ends)
+        except DataError:
+            encoded = []  # one at a time: the error names the row
+            for index, text in chunk:
+                with prepending_place(f"{where}, row {index}"):
+                    encoded += encode_documents(tokenizer, [text], ends)
+        bodies = [ids[:-1] if ids and ids[-1] in closing else ids for ids in encoded]
+        for (index, text), ids in zip(chunk, bodies, strict=True):
             with prepending_place(f"{where}, row {index}"):
                 refuse_mask(tokenizer, ids)
             unknown.count(tokenizer, ids, text)
         if unknown.lazily:
             unknown.check(where)
-        yield from encoded
+        yield from (ids for ids, body in zip(encoded, bodies, strict=True) if body)
     unknown.check(where)
 
 

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from unmask.config.run import DataSource
-from unmask.errors import DataError
+from unmask.errors import DataError, UnmaskWarning
+from unmask.models.model_paths import near_path
 from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".parquet")
-RECORDS = (".csv", ".json", ".jsonl")
+RECORDS = (".csv", ".tsv", ".json", ".jsonl")
+TEXTS = (".txt", *RECORDS)
+SUFFIXES = (*TEXTS, ".parquet")
+SAVED = ("state.json", "dataset_dict.json")
+"""Files of `save_to_disk`."""
+INFORMATION = ("dataset_infos.json", "dataset_info.json")
+"""Files of a dataset that hold no rows."""
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
 
 
@@ -38,10 +45,11 @@ def load_rows(
     """The rows of a dataset.
 
     Args:
-        path_or_id: a file (.txt: documents, see `split_documents`; .csv: values stay text, so that leading zeros survive; .json: an array
-            of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`, another
-            directory or a hub id ("owner/name", or "owner/name:config") that `datasets.load_dataset` reads.
-        split: of a hub dataset or a saved `DatasetDict`; a file has no splits.
+        path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that leading zeros survive; .json: an
+            array of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`,
+            another directory in which `datasets.load_dataset` finds files (each is read as it is alone), or a hub id ("owner/name", or
+            "owner/name:config").
+        split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
         text_column: the name of the column of a .txt file.
         max_rows: keep only the first rows.
         streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is reached.
@@ -50,44 +58,102 @@ def load_rows(
         DataError: the source is missing, empty, malformed or wrongly encoded.
     """
     source = str(path_or_id)
+    check_source(source)
     path, kind = Path(source), kind_of(source)
-    if path.is_dir():
+    if files := _text_files(source, split):
+        dataset = _from_files(source, files, text_column, streaming)
+    elif path.is_dir():
         dataset = _from_directory(source, split, streaming)
-    elif kind in SUFFIXES and not path.exists():
-        raise _missing(source)
     elif kind == ".parquet":
         dataset = _from_parquet(source, streaming)
-    elif kind in SUFFIXES or path.exists():
-        dataset = _from_file(source, kind, text_column, streaming)
-    elif match := HUB_ID.fullmatch(source):
-        dataset = _load_dataset(match["name"], match["config"], split, streaming)
     else:
-        raise _missing(source)
+        match = HUB_ID.fullmatch(source)
+        assert match is not None
+        dataset = _load_dataset(match["name"], match["config"], split, streaming)
     if not streaming and not len(dataset):
         raise _empty(source)
     return dataset if max_rows is None else dataset.take(max_rows)
 
 
+def check_source(path_or_id: str | os.PathLike[str]) -> None:
+    """Raise DataError for a path that leads nowhere, or to a kind of file that is not read. A name on the hub is not looked up."""
+    source = str(path_or_id)
+    path, kind = Path(source), kind_of(source)
+    if not path.exists() and (kind in SUFFIXES or not HUB_ID.fullmatch(source)):
+        raise DataError("no such file", where=source, remedy=near_path(path))
+    if path.exists() and not path.is_dir() and kind not in SUFFIXES:
+        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
+
+
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source, each with its place for errors. Raises as `load_rows`."""
-    if kind_of(path_or_id) in RECORDS:
-        yield from read_records(path_or_id)
+    if records := _record_files(path_or_id, split):
+        for file in records:
+            yield from read_records(file)
         return
     for number, row in enumerate(load_rows(path_or_id, split=split), start=1):
         yield f"{path_or_id}, row {number}", row
 
 
 def load_examples(
-    path_or_id: str | os.PathLike[str], *, split: str = "train", max_rows: int | None = None, keep_malformed: bool = False
+    path_or_id: str | os.PathLike[str],
+    *,
+    split: str = "train",
+    text_column: str = "text",
+    max_rows: int | None = None,
+    keep_malformed: bool = False,
 ) -> Sequence[dict[str, Any] | DataError]:
-    """As `load_rows`, for columns that may mix types: a CSV or JSON file becomes a list of rows instead of a table.
+    """As `load_rows`, for columns that may mix types, or that no table can hold: CSV and JSON files become a list of rows.
 
     With `keep_malformed` the error of a malformed line of a .jsonl file replaces its row.
     """
-    if kind_of(path_or_id) not in RECORDS or Path(path_or_id).is_dir():
-        return load_rows(path_or_id, split=split, max_rows=max_rows)
-    with closing(read_examples(path_or_id, keep_malformed=keep_malformed)) as examples:
+    files = _record_files(path_or_id, split)
+    if not files:
+        return load_rows(path_or_id, split=split, text_column=text_column, max_rows=max_rows)
+    with closing(_examples(files, keep_malformed)) as examples:
         return list(islice(examples, max_rows))
+
+
+def _examples(files: Sequence[str], keep_malformed: bool) -> Generator[dict[str, Any] | DataError, None, None]:
+    for file in files:
+        with closing(read_examples(file, keep_malformed=keep_malformed)) as examples:
+            yield from examples
+
+
+def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
+    """The files of a source if all hold records; else none."""
+    files = _text_files(str(source), split)
+    return files if all(kind_of(file) in RECORDS for file in files) else []
+
+
+def _text_files(source: str, split: str) -> list[str]:
+    """The text files of a source: itself, or those of a split that `datasets` finds in a folder; none if it is read in another way.
+
+    Raises:
+        DataError: the folder has no such split.
+    """
+    import datasets
+
+    folder = Path(source)
+    if not folder.is_dir():
+        return [source] if kind_of(source) in TEXTS else []
+    if any((folder / name).exists() for name in SAVED):
+        return []
+    try:
+        found = {str(name): [*map(str, files)] for name, files in (datasets.load_dataset_builder(source).config.data_files or {}).items()}
+    except (datasets.exceptions.DatasetsError, OSError, ValueError):
+        return []  # `load_dataset` says why
+    read = [*chain.from_iterable(found.values())]
+    kinds = {*map(kind_of, read)}
+    if not kinds <= {*TEXTS}:
+        return []
+    if split not in found:
+        raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, found))}.")
+    others = [file.name for file in sorted(folder.rglob("*")) if kind_of(file) in {*SUFFIXES} - kinds and file.name not in INFORMATION]
+    if others:
+        what = f"{source}: only files of one kind are read, {' and '.join(sorted(kinds))}, but not {', '.join(others[:3])}"
+        warnings.warn(what + ", ..." * (len(others) > 3), UnmaskWarning, stacklevel=2)
+    return found[split]
 
 
 def load_mixture(
@@ -116,8 +182,12 @@ def load_mixture(
     where = " and ".join(source.path for source in sources)
     parts, renamings = [], []  # of each source, and its columns as {new name: old name}
     for source in sources:
-        rows = load_rows(source.path, split=source.split or split, text_column=source.text_column or text_column, streaming=streaming)
-        present = rows.column_names or list(next(iter(rows), ()))  # a stream may not know its columns yet
+        how: dict[str, Any] = {"split": source.split or split, "text_column": source.text_column or text_column}
+        rows: Any = load_rows(source.path, streaming=True, **how) if streaming else load_examples(source.path, **how)
+        if isinstance(rows, list):
+            present = [*dict.fromkeys(name for row in rows for name in row)]
+        else:
+            present = rows.column_names or list(next(iter(rows), ()))  # a stream may not know its columns yet
         if source.text_column is not None:
             require_names(present, [source.text_column], source.path)
         parts.append(rows)
@@ -128,7 +198,10 @@ def load_mixture(
     total = sum(source.weight for source in sources)
     try:
         mixture = datasets.interleave_datasets(
-            [_select(rows, {name: old[name] for name in common}) for rows, old in zip(parts, renamings, strict=True)],
+            [
+                _select(rows, {name: old[name] for name in common}, source.path)
+                for rows, old, source in zip(parts, renamings, sources, strict=True)
+            ],
             probabilities=[source.weight / total for source in sources],
             seed=seed,
             stopping_strategy="all_exhausted",
@@ -138,10 +211,12 @@ def load_mixture(
     return mixture if max_rows is None else mixture.take(max_rows)
 
 
-def _select(rows: Dataset | IterableDataset, names: dict[str, str]) -> Dataset | IterableDataset:
+def _select(rows: Any, names: dict[str, str], source: str) -> Dataset | IterableDataset:
     """The columns in `names`, renamed; `names` is {new name: old name}."""
     import datasets
 
+    if isinstance(rows, list):
+        return _table(rows, names, source)
     if isinstance(rows, datasets.Dataset):
         return rows.select_columns(list(names.values())).rename_columns({old: new for new, old in names.items() if old != new})
     return datasets.IterableDataset.from_generator(_renamed, gen_kwargs={"rows": rows, "names": names})
@@ -169,35 +244,41 @@ def _blocks(lines: Iterable[str]) -> Iterator[Iterator[str]]:
     return (block for blank, block in groupby(lines, key=lambda line: not line.strip()) if not blank)
 
 
-def _file_rows(source: str, kind: str, text_column: str) -> Iterator[dict[str, Any]]:
-    if kind == ".txt":
-        return ({text_column: document} for document in split_documents(partial(read_lines, source)))
-    return (row for _, row in read_records(source))
+def _file_rows(files: Sequence[str], text_column: str) -> Iterator[dict[str, Any]]:
+    for file in files:
+        if kind_of(file) == ".txt":
+            yield from ({text_column: document} for document in split_documents(partial(read_lines, file)))
+        else:
+            yield from (row for _, row in read_records(file))
 
 
-def _from_file(source: str, kind: str, text_column: str, streaming: bool) -> Dataset | IterableDataset:
+def _from_files(source: str, files: list[str], text_column: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
-    import pyarrow
 
-    if kind not in SUFFIXES:
-        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
-    arguments = {"source": source, "kind": kind, "text_column": text_column}
+    arguments: dict[str, Any] = {"files": files, "text_column": text_column}
     if streaming:
         return datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=arguments)
     rows = list(_file_rows(**arguments))
-    columns = dict.fromkeys(name for row in rows for name in row)
+    return _table(rows, {name: name for row in rows for name in row}, source)
+
+
+def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: str) -> Dataset:
+    """Columns of rows as a table; `names` is {new name: old name}."""
+    import datasets
+    import pyarrow
+
     try:
-        return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+        return datasets.Dataset.from_dict({new: [row.get(old) for row in rows] for new, old in names.items()})
     except pyarrow.ArrowException as error:
         raise DataError(f"a column mixes types: {error}", where=source, remedy="Write values of one type in each column.") from error
+    except (OverflowError, UnicodeError) as error:  # of an integer of more than 64 bits, or a lone surrogate
+        raise DataError(f"a table cannot hold a value: {error}", where=source, remedy="Remove it, or write it as text.") from error
 
 
 def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
-    if not Path(source).is_file():
-        raise _missing(source)
     try:
         if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
             raise _empty(source)
@@ -215,8 +296,8 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     except IndexError:  # the error of `datasets` for a saved dataset without rows
         raise _empty(source) from None
     except FileNotFoundError:
-        rows = _load_dataset(source, None, split, streaming)
-        return _naming_files(rows, source) if streaming else rows
+        found = _load_dataset(source, None, split, streaming)
+        return _naming_files(found, source) if streaming else found
     except ValueError as error:
         raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
     if isinstance(saved, datasets.DatasetDict):
@@ -257,10 +338,6 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
         tried = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a local file nor a dataset that"
         what = f"{tried} `datasets` could read: {error.__cause__ or error}"
         raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
-
-
-def _missing(source: str) -> DataError:
-    return DataError("no such file", where=source, remedy="Check the path.")
 
 
 def _empty(source: str) -> DataError:

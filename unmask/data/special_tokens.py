@@ -7,6 +7,7 @@ argument of this name) nothing is marked.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,12 +47,18 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         raise DataError(what, where="text", remedy=remedy, reason="special token in the text") from error
 
 
+def without_marks(text: str) -> str:
+    """A text as it was before `as_text` marked it."""
+    return text.replace(START, "").replace(END, "")
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of users' texts, without BOS and EOS."""
+    """The ids of users' texts, without BOS and EOS. Errors as of `encode`."""
     marked = as_text(tokenizer, list(texts))
-    if any(START in text or END in text for text in marked):
-        return [encode(tokenizer, text) for text in marked]
-    return list(tokenizer(marked, add_special_tokens=False)["input_ids"])
+    if not any(START in text or END in text for text in marked):
+        with contextlib.suppress(TypeError):  # `encode` says why
+            return list(tokenizer(marked, add_special_tokens=False)["input_ids"]) if marked else []
+    return [encode(tokenizer, text) for text in marked]
 
 
 def _pattern(tokenizer: PreTrainedTokenizerBase, keep: Collection[str | None]) -> re.Pattern[str]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from unmask.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CACHE_FORMAT = 3
+CACHE_FORMAT = 4
 """Increase it when the content or the format of rows changes, so that earlier caches are not found."""
 ROWS, MANIFEST = "rows.arrow", "manifest.json"
 ROWS_AT_ONCE = 256
@@ -99,12 +99,13 @@ def cached_rows(
     packed: bool = True,
     where: str = "train_dataset",
     max_unknown: float = 1.0,
+    ends: Sequence[int] = (),
 ) -> Dataset:
     """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not exist.
 
-    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed` and `max_unknown` (the fraction of the
-    tokens that may be unknown). The first process of each machine creates them. `texts` are iterated to compute the hash, and again to
-    create a cache.
+    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length`, `packed`, `max_unknown` (the fraction of the
+    tokens that may be unknown) and `ends` (the model's end tokens). The first process of each machine creates them. `texts` are iterated
+    to compute the hash, and again to create a cache.
 
     Raises:
         DataError: as `iter_text_rows`; or the cache is truncated or altered.
@@ -117,23 +118,22 @@ def cached_rows(
     except OSError as error:
         what = f"cannot create the folder {folder}: {error.strerror}"
         raise ConfigError(what, where="token_cache", remedy="Choose another") from error
-    cache = Path(folder) / _cache_key(tokenizer, texts, max_length, packed, max_unknown)
+    cache = Path(folder) / _cache_key(tokenizer, texts, [max_length, packed, max_unknown, *ends])
     with PartialState().local_main_process_first():
         if not cache.exists():
             unknown = UnknownTokens(max_unknown)
-            _write_cache(cache, iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where, unknown=unknown))
+            _write_cache(cache, iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where, unknown=unknown, ends=ends))
     return _read_cache(cache)
 
 
-def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, packed: bool, max_unknown: float) -> str:
+def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], settings: Sequence[Any]) -> str:
     tokenizer("")  # resets truncation and padding of earlier calls, which would be saved too
     key = hashlib.sha256()
     with tempfile.TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
         for file in sorted(Path(saved).iterdir()):
             key.update(file.read_bytes())
-    settings = [CACHE_FORMAT, max_length, packed, max_unknown]
-    settings += [tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
+    settings = [CACHE_FORMAT, *settings, tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
     key.update(json.dumps(settings).encode())
     for text in texts:
         key.update(repr(text).encode())  # quoted, so that the boundaries of texts count

@@ -44,6 +44,8 @@ SCHEDULES = {
     "geometric": Schedule(
         lambda t: -torch.expm1(-_sigma(t)), lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t))
     ),
+    # alpha = cos(pi/2 t) (MDLM, Sahoo et al. 2024; their code leaves 0.001 of the tokens visible at t = 1)
+    "mdlm-cosine": Schedule(lambda t: 1 - torch.cos(math.pi / 2 * t), lambda t: math.pi / 2 / torch.tan(math.pi / 4 * t)),
 }
 
 

@@ -1,6 +1,6 @@
 """Speed against quality: the score of a model at several settings of its sampler, and the area under that curve.
 
-Shapes: N items, M points of a curve, R resamples, C columns that are summed.
+Shapes: N items, M points of a curve, R sets of sums.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from unmask.config.sampler import SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.evaluation.result_file import Metric, TaskScores
-from unmask.evaluation.statistics import Interval, group_bootstrap, group_bootstrap_mean
+from unmask.evaluation.statistics import group_interval, ratio
 
 SETTINGS = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound", "cache", "refresh_interval", "early_commit")
 """The settings of a sampler that trade quality for speed."""
 SPEEDS = ("passes", "tokens per pass")
 """The metrics that `with_speed` adds."""
 PENALTY, TOLERATED = 3.0, 5.0  # of AUP: alpha, and the points of accuracy that a curve may lose
-AREA_RESAMPLES = 2_000
 AUP = "AUP"
 """The metric of `curve_scores`."""
 
@@ -50,9 +49,9 @@ def with_speed(scores: TaskScores) -> TaskScores:
     """The scores with two more metrics: forward passes per item, which are a score of each item too, and tokens per forward pass (of all
     items together)."""
     groups = [item.group for item in scores.items]
-    passes = group_bootstrap_mean([item.passes for item in scores.items], groups)
+    passes_N2 = np.array([(item.passes, 1) for item in scores.items], dtype=np.float64)
     work_N2 = np.array([(item.tokens, item.passes) for item in scores.items], dtype=np.float64)
-    parallelism = group_bootstrap(work_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups)
+    passes, parallelism = (group_interval(each_N2, ratio, groups) for each_N2 in (passes_N2, work_N2))
     speeds = Metric.of(passes, higher_is_better=False), Metric.of(parallelism)
     metrics = dict(zip(SPEEDS, speeds, strict=True))
     items = [
@@ -93,9 +92,9 @@ def aup(tokens_per_pass: ArrayLike, percent: ArrayLike, best: float | None = Non
     return area
 
 
-def area_under(points: Sequence[TaskScores]) -> Interval:
-    """AUP of the points of a curve, with its 95% interval over groups of the items that are scored at all points; a resample has the same
-    items at each point. Its best accuracy is that of the curve.
+def area_under(points: Sequence[TaskScores]) -> float:
+    """AUP of the points of a curve, over the items that are scored at all of them. Its best accuracy is that of the curve. It has no
+    interval: it jumps where a point is left out, and neither jackknife nor bootstrap holds the truth as often as it says.
 
     Raises:
         DataError: no item is scored at all points.
@@ -104,16 +103,9 @@ def area_under(points: Sequence[TaskScores]) -> Interval:
     shared = sorted(set.intersection(*(set(items) for items in scored))) if scored else []
     if not shared:
         raise DataError("no item has the score 'solved' at all points", where="curve", remedy="Evaluate all points on the same problems")
-    columns = [
-        [(items[name].scores["solved"], float(items[name].tokens), float(items[name].passes), 1.0) for name in shared] for items in scored
-    ]
-    values_NC = np.concatenate([np.array(column) for column in columns], axis=1)
-
-    def area(sums_RC: np.ndarray) -> np.ndarray:
-        sums_RM4 = sums_RC.reshape(len(sums_RC), len(points), 4)
-        return aup(sums_RM4[..., 1] / sums_RM4[..., 2], 100 * sums_RM4[..., 0] / sums_RM4[..., 3])
-
-    return group_bootstrap(values_NC, area, [scored[0][name].group for name in shared], samples=AREA_RESAMPLES)
+    parts = [[items[name] for name in shared] for items in scored]
+    rates = [sum(item.tokens for item in part) / sum(item.passes for item in part) for part in parts]
+    return float(aup(rates, [100 * sum(item.scores["solved"] for item in part) / len(part) for part in parts]))
 
 
 def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
@@ -128,4 +120,4 @@ def curve_scores(curve: str, points: Sequence[TaskScores]) -> TaskScores | None:
     except DataError:
         return None
     protocol = {"task": points[0].task, "curve": curve, "penalty": PENALTY, "tolerated_points": TOLERATED}
-    return TaskScores(task=f"{points[0].task}, curve", protocol=protocol, metrics={AUP: Metric.of(area)})
+    return TaskScores(task=f"{points[0].task}, curve", protocol=protocol, metrics={AUP: Metric(mean=area)})

@@ -14,10 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.encoding import Prompt, encode_completion, encode_prompt
-from unmask.data.special_tokens import encode_texts
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.likelihood import log_likelihood
-from unmask.evaluation.statistics import Interval, group_bootstrap, group_bootstrap_mean, mean_interval
+from unmask.evaluation.statistics import Interval, group_interval, ratio
 from unmask.models.diffusion_lm import DiffusionLM
 
 ORDERS = (1, 2, 3)
@@ -33,7 +32,8 @@ def token_entropy(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], grou
     Source: K. Zheng et al., "Masked Diffusion Models are Secretly Time-Agnostic Masked Models and Exploit Inaccurate Categorical Sampling"
     (2024), which shows why generative perplexity needs it.
     """
-    return group_bootstrap_mean([_entropy(Counter(ids)) for ids in encode_texts(tokenizer, texts)], groups)
+    values_N2 = np.array([(_entropy(Counter(encode_completion(tokenizer, "a", text))), 1.0) for text in texts])
+    return group_interval(values_N2, ratio, groups)
 
 
 def _entropy(counts: Counter[int]) -> float:
@@ -44,7 +44,7 @@ def _entropy(counts: Counter[int]) -> float:
 def distinct(texts: Sequence[str]) -> dict[str, Interval]:
     """`distinct-1` to `distinct-3`: the different n-grams of words in all texts, as a fraction of all their n-grams.
 
-    Without bounds: a resample repeats texts, and a repeated text has no n-gram that is new. It falls as texts are added: compare equal
+    Without bounds: each text counts in whether the n-grams of others are new. It falls as texts are added: compare equal
     amounts of text. 0 where no text has n words.
 
     Source: J. Li et al., "A Diversity-Promoting Objective Function for Neural Conversation Models" (2016).
@@ -57,10 +57,11 @@ def distinct(texts: Sequence[str]) -> dict[str, Interval]:
     return fractions
 
 
-def self_bleu(texts: Sequence[str], groups: Sequence[str]) -> Interval:
+def self_bleu(texts: Sequence[str]) -> Interval:
     """The mean BLEU (0 to 1, by sacrebleu) of each text with all others as its references. Low for diverse texts, 1 for equal ones.
 
-    The interval resamples the texts that are scored, and keeps the references. The time grows with the square of N.
+    Without bounds: each text is also a reference of all others, so that their scores are not independent. The time grows with the square
+    of N.
 
     Source: Y. Zhu et al., "Texygen: A Benchmarking Platform for Text Generation Models" (2018).
 
@@ -73,7 +74,8 @@ def self_bleu(texts: Sequence[str], groups: Sequence[str]) -> Interval:
         raise DataError("there is one text only", where="self-bleu", remedy="Give at least two texts, or leave the metric out")
     bleu = BLEU(effective_order=True)
     scores = [bleu.sentence_score(text, [*texts[:index], *texts[index + 1 :]]).score / 100 for index, text in enumerate(texts)]
-    return mean_interval([min(score, 1.0) for score in scores], groups)  # that of equal texts is rounded to more than 1
+    mean = math.fsum(min(score, 1.0) for score in scores) / len(scores)  # that of equal texts is rounded to more than 1
+    return Interval(mean, -math.inf, math.inf)
 
 
 class Perplexity(NamedTuple):
@@ -106,13 +108,17 @@ def generative_perplexity(judge: DiffusionLM, prompts: Sequence[Prompt], texts: 
         raise DataError("no text has a token to predict", where="perplexity", remedy="Evaluate a model that writes some")
     log_probs = log_likelihood(judge, [pairs[index][0] for index in kept], [pairs[index][1] for index in kept], "exact")
     sums_N2 = np.array([(-log_prob, len(pairs[index][1])) for index, log_prob in zip(kept, log_probs.tolist(), strict=True)])
-    interval = group_bootstrap(sums_N2, lambda sums_R2: np.exp(sums_R2[:, 0] / sums_R2[:, 1]), [groups[index] for index in kept])
+    nats = group_interval(sums_N2, ratio, [groups[index] for index in kept])
+    with np.errstate(over="ignore"):
+        value, low, high = np.exp([nats.mean, nats.low, nats.high]).tolist()
+    interval = Interval(value, low, high) if math.isfinite(nats.low) else Interval(value, -math.inf, math.inf)
     return Perplexity(interval, len(kept), int(sums_N2[:, 1].sum()))
 
 
 def _judged(judge: DiffusionLM, prompt: Prompt, text: str) -> tuple[list[int], list[int]]:
     """The ids that are given, and those that are predicted."""
-    given, ids = encode_prompt(judge.tokenizer, prompt), encode_completion(judge.tokenizer, prompt, text)
+    given = encode_prompt(judge.tokenizer, prompt)
+    ids = encode_completion(judge.tokenizer, given, text)
     if not given:
         given, ids = ids[:1], ids[1:]
     room = len(ids) if judge.context_length is None else max(judge.context_length - len(given), 0)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 from unmask.console import Phase, tracked
-from unmask.data.encoding import encode_prompt
-from unmask.data.rows import Column
-from unmask.data.sources import load_rows
+from unmask.data.encoding import encode_pair, encode_prompt, encode_turns
+from unmask.data.formats import SUPERVISED, Reader
+from unmask.data.rows import Column, prepending_place
+from unmask.data.sources import load_examples
 from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog
 from unmask.evaluation.likelihood import Estimator, default_estimator, log_likelihoods
 from unmask.evaluation.result_file import Item, TaskScores
-from unmask.evaluation.statistics import group_bootstrap
+from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.redaction import masked_text
@@ -27,12 +29,17 @@ LIKELIHOOD = "likelihood"
 """The name of the task in a result file."""
 
 
+Part = tuple[list[int], list[int]]
+"""The tokens that are given, and those that follow, whose likelihood is measured."""
+
+
 @dataclass(frozen=True)
 class Documents:
-    """Documents whose likelihood is measured: the tokens after the first of each, up to the model's context."""
+    """Documents whose likelihood is measured: of a text the tokens after the first, of a conversation or a pair the answers, as they are
+    learnt by `unmask sft`; up to the model's context."""
 
-    by_id: Mapping[str, tuple[str, list[int]]]
-    """The text of each, and its tokens: two or more."""
+    by_id: Mapping[str, tuple[Any, list[Part]]]
+    """The text or the prompt of each, and its parts, which have a token or more to measure."""
     estimator: Estimator
     samples: int
     seed: int
@@ -40,30 +47,44 @@ class Documents:
     """What the scores depend on beside the model."""
 
     @classmethod
-    def read(cls, lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int) -> Documents:
+    def read(
+        cls, lm: DiffusionLM, path: str, rows: int, estimator: Estimator | None, samples: int, seed: int, text_column: str | None = None
+    ) -> Documents:
         """The first documents of a file.
 
         Args:
             estimator: None: that of `default_estimator`.
             samples, seed: as of `log_likelihoods`.
+            text_column: the column with the text; None: `text`, or rows in any other format that `unmask sft` reads.
 
         Raises:
             DataError: the file is missing or malformed, or no document has two tokens.
         """
-        texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-        encoded = [(text, encode_prompt(lm.tokenizer, text)[: lm.context_length]) for text in texts]
-        documents = [(text, ids) for text, ids in encoded if len(ids) > 1]
+        column = text_column or "text"
+        loaded: Any = load_examples(path, text_column=column, max_rows=rows)  # without errors in place of rows
+        reader, found = Reader(SUPERVISED), []
+        columns = set(loaded[0] if len(loaded) else ())
+        if text_column or "text" in columns or not any(columns.issuperset(known.columns) for known in SUPERVISED):
+            loaded = [{"text": text} for text in Column(loaded, column, path, "--text-column")]
+        for index, row in enumerate(loaded):
+            with prepending_place(f"{path}, row {index}"):
+                problem = row if "text" in row else reader.read(row)
+                parts = [(given, ids[: _room(lm, given)]) for given, ids in _parts(lm, problem)]
+                found.append((problem, [part for part in parts if part[1]]))
+        documents = [(problem, parts) for problem, parts in found if parts]
         if not documents:
             raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
         estimator = estimator or default_estimator(lm)
         settings = {"samples": samples, "seed": seed} if estimator == "elbo" else {}
-        problems = [{"text": text} for text, _ in documents]
-        counts = {"documents": len(documents), "tokens": sum(len(ids) - 1 for _, ids in documents)}
+        problems = [problem for problem, _ in documents]
+        counts = {"documents": len(documents), "tokens": sum(len(ids) for _, parts in documents for _, ids in parts)}
         protocol = {"data": masked_text(path), "estimator": estimator, **settings, **counts, "rows_sha256": rows_fingerprint(problems)}
-        return cls(dict(zip(item_ids(problems), documents, strict=True)), estimator, samples, seed, protocol)
+        shown = [(problem.get("text") or problem.get("prompt") or problem["messages"], parts) for problem, parts in documents]
+        names = item_ids([{"text": problem["text"]} if "text" in problem else {"row": problem} for problem in problems])
+        return cls(dict(zip(names, shown, strict=True)), estimator, samples, seed, protocol)
 
     def measure(self, lm: DiffusionLM, log: ItemLog | None = None, progress: Phase | None = None) -> TaskScores:
-        """The negative log-likelihood per token, over the tokens of all documents, with an interval that resamples documents. The score of
+        """The negative log-likelihood per token, over the tokens of all documents, with an interval over documents. The score of
         an item is over the tokens of its document.
 
         Args:
@@ -82,19 +103,21 @@ class Documents:
             found = log.gather(LIKELIHOOD)
         items = [found[name] for name in self.by_id]
         values_N2 = np.array([(-float(item.details["log_likelihood"]), item.details["tokens"]) for item in items])
-        interval = group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], [item.id for item in items])
+        interval = group_interval(values_N2, ratio, [item.id for item in items])
         more = {"standard_error": self._standard_error(items), "higher_is_better": False}
         metric = as_metric(NATS_PER_TOKEN, interval).model_copy(update=more)
         return TaskScores(task=LIKELIHOOD, protocol=self.protocol, metrics={NATS_PER_TOKEN: metric}, items=items)
 
     def _item(self, lm: DiffusionLM, name: str) -> Item:
-        text, ids = self.by_id[name]
-        found = log_likelihoods(lm, [ids[:1]], [ids[1:]], self.estimator, self.samples, self.seed)
-        value, error, tokens = float(found.values[0]), float(found.standard_errors[0]), len(ids) - 1
+        prompt, parts = self.by_id[name]
+        given, ids = ([part[side] for part in parts] for side in (0, 1))
+        found = log_likelihoods(lm, given, ids, self.estimator, self.samples, self.seed)
+        value, tokens = math.fsum(found.values.tolist()), sum(map(len, ids))
+        error = math.sqrt(math.fsum(found.standard_errors.double().square().tolist()))
         details: dict[str, float | None] = {"tokens": tokens, "log_likelihood": value}
         if self.estimator == "elbo":
             details["standard_error"] = error if math.isfinite(error) else None
-        return Item(id=name, group=name, scores={NATS_PER_TOKEN: -value / tokens}, prompt=text, details=details)
+        return Item(id=name, group=name, scores={NATS_PER_TOKEN: -value / tokens}, prompt=prompt, details=details)
 
     def _standard_error(self, items: Sequence[Item]) -> float | None:
         """Of the metric, over the random masks; None where it is exact or not known."""
@@ -102,3 +125,24 @@ class Documents:
         if None in errors or not any(errors):
             return None
         return math.sqrt(math.fsum(error**2 for error in errors)) / int(self.protocol["tokens"])
+
+
+def _parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
+    """What is measured of a row in TRL's columns: of a conversation each answer, given what is before it."""
+    if "text" in row:
+        ids = encode_prompt(lm.tokenizer, row["text"])
+        return [(ids[:1], ids[1:])]
+    if "messages" not in row:
+        return [encode_pair(lm.tokenizer, row["prompt"], row["completion"], lm.eos_token_ids)]
+    before, answer, learnt = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids)
+    ids, turns, start = [*before, *answer], list[Part](), 0
+    for is_learnt, run in groupby([*learnt, *[True] * len(answer)]):
+        stop = start + len(list(run))
+        turns += [(ids[:start], ids[start:stop])] if is_learnt else []
+        start = stop
+    return turns
+
+
+def _room(lm: DiffusionLM, given: list[int]) -> int | None:
+    """The tokens that the model's context has room for after these."""
+    return None if lm.context_length is None else max(lm.context_length - len(given), 0)

@@ -8,6 +8,7 @@ Shapes: B pairs, P differences of pairs of views, T tokens of one pair, V vocabu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -29,6 +30,8 @@ from unmask.models.model_state import evaluating
 Estimator = Literal["elbo", "exact"]
 ROWS_PER_PASS, TOKENS_PER_PASS = 128, 32_768
 """Noised rows of a forward pass at most: a function of the row's length alone."""
+FEWEST_DIFFERENCES = 4
+"""Of which an interval is made."""
 EXACT_BLOCK = 4
 """The largest attention block over whose orders `default_estimator` sums."""
 
@@ -47,12 +50,27 @@ class LogLikelihoods:
         """[B], in nats: of the estimates, over the random masks; 0 where a value is exact, NaN where the views are too few to tell."""
         return torch.stack([difference_P.square().sum().sqrt() for difference_P in self.differences]) if self.differences else self.values
 
-    def half_widths(self, confidence: float = 0.95) -> Tensor:
-        """[B], in nats: of the intervals around the values, by Student's t with a degree of freedom for each difference."""
-        factors = [student_quantile(0.5 + confidence / 2, len(difference_P)) for difference_P in self.differences]
-        return torch.tensor(
-            [0.0 if error == 0 else error * factor for error, factor in zip(self.standard_errors.tolist(), factors, strict=True)]
-        )
+    def half_widths(self) -> Tensor:
+        """[B], in nats: of 95% intervals around the values; 0 where a value is exact. They are infinite for fewer than `FEWEST_DIFFERENCES`
+        (17 samples), whose intervals would hold the bound too rarely.
+
+        They are Student's, with the degrees of freedom that the variances of the differences have together.
+
+        Source: F. E. Satterthwaite, "An Approximate Distribution of Estimates of Variance Components" (1946).
+        """
+        return torch.tensor([_half_width(difference_P.tolist()) for difference_P in self.differences], dtype=torch.float64)
+
+
+def _half_width(differences: Sequence[float]) -> float:
+    if not differences:
+        return 0.0
+    if len(differences) < FEWEST_DIFFERENCES:
+        return math.inf
+    squares = [difference**2 for difference in differences]
+    variance = math.fsum(squares)
+    # A fourth power estimates three times the square of a variance.
+    degrees = 3 * variance**2 / math.fsum(square**2 for square in squares) - 2 if variance else math.inf
+    return math.sqrt(variance) * student_quantile(min(max(degrees, 1), len(differences))) if variance else 0.0
 
 
 def default_estimator(lm: DiffusionLM) -> Estimator:
@@ -117,7 +135,7 @@ def log_likelihoods(
     pairs = []
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         prompt_ids = encode_prompt(lm.tokenizer, prompt)
-        ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
+        ids = encode_completion(lm.tokenizer, prompt_ids, completion) if isinstance(completion, str) else list(completion)
         check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
         _check_length(lm, index, len(prompt_ids), len(ids))
         pairs.append((prompt_ids, ids, sequence_key(prompt_ids) if keys is None else keys[index]))
@@ -143,7 +161,10 @@ def _of_pair(
     if estimator == "exact":
         return Bound(exact_log_likelihood(lm, ids_1T, None, maskable_1T, chunk=chunk), certain_BP)
     draw = replace(draw, key_B=draw.key_B.to(lm.device))
-    return elbo(lm, ids_1T, None, maskable_1T, draw, samples=samples, chunk=chunk, shared=shared)
+    found = elbo(lm, ids_1T, None, maskable_1T, draw, samples=samples, chunk=chunk, shared=shared)
+    # Of two tokens, everything hidden and the two halves of a pair are all views that there are.
+    certain = min(len(ids), lm.block_size or len(ids)) <= (2 if samples > 2 else samples - 1)
+    return Bound(found.value_B, certain_BP) if certain else found
 
 
 def causal_inputs(lm: DiffusionLM, ids_1T: Tensor, count: int) -> ForwardInputs:

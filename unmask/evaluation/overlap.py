@@ -6,12 +6,13 @@ Shapes: N texts, C counts that BLEU sums (n-gram matches and totals by n, and tw
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interval
+from unmask.evaluation.statistics import Interval, group_interval, mean_interval
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -30,7 +31,7 @@ def rouge(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]
 
 def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str]) -> dict[str, Interval]:
     """The BLEU of the corpus, with the defaults of sacrebleu (cased, 13a tokens, exponential smoothing): n-gram matches and lengths are
-    summed over the texts of each resample.
+    summed over the texts.
 
     Source: M. Post, "A Call for Clarity in Reporting BLEU Scores" (2018).
     """
@@ -46,4 +47,5 @@ def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str])
         correct, total, (length, reference_length) = sums[:order], sums[order : 2 * order], sums[2 * order :]
         return float(BLEU.compute_bleu(correct, total, int(length), int(reference_length), smooth_method="exp").score) / 100
 
-    return {"bleu": group_bootstrap(counts_NC, functools.partial(np.apply_along_axis, corpus_bleu, 1), groups, samples=2_000)}
+    found = group_interval(counts_NC, functools.partial(np.apply_along_axis, corpus_bleu, 1), groups)
+    return {"bleu": Interval(found.mean, max(found.low, 0.0), min(found.high, 1.0)) if math.isfinite(found.low) else found}

@@ -77,7 +77,7 @@ class Item(_Part):
     id: str
     """Of the problem alone: the same in every evaluation of the task."""
     group: str
-    """Items of one group are not independent: intervals resample whole groups."""
+    """Items of one group are not independent: intervals are over whole groups."""
     status: str = "ok"
     scores: dict[str, float] = {}
     """By metric; empty where the item could not be scored."""

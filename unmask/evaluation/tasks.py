@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress
 from typing import Any, NamedTuple
@@ -15,15 +15,18 @@ from typing import Any, NamedTuple
 from unmask.config.run import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase, tracked
-from unmask.data.encoding import Prompt, is_ids
+from unmask.data.decoding import text_after, token_texts
+from unmask.data.encoding import Prompt, encode_row, is_ids
+from unmask.data.formats import read_prompt
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog
+from unmask.evaluation.protocols import cut
 from unmask.evaluation.result_file import Item, Metric, TaskScores, Trace
 from unmask.evaluation.statistics import Interval, mean_interval, paired_difference
 from unmask.evaluation.text_metrics import LOWER_IS_BETTER, GeneratedTexts, TextScores, check_text_metrics, text_metrics
 from unmask.generation.output import Generation
-from unmask.generation.requests import encode_all, make_requests
+from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_card import HISTORY_KEY
@@ -64,7 +67,7 @@ class TaskResult:
 
     @property
     def groups(self) -> list[str]:
-        """One per row; rows of one group have the same solution, and intervals resample whole groups."""
+        """One per row; rows of one group have the same solution, and intervals are over whole groups."""
         return [item.group for item in self.scored]
 
     @property
@@ -134,7 +137,12 @@ def rows_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
     _verify(task, [""], rows[:1])
-    make_requests(lm, [row["prompt"] for row in rows], sampler_for(task, rows, sampler))
+    make_requests(lm, _prompts(lm, rows), sampler_for(task, rows, sampler))
+
+
+def _prompts(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The token ids of the prompts, as in training."""
+    return [encode_row(lm.tokenizer, read_prompt(row)) for row in rows]
 
 
 def _verify(task: Task, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -167,6 +175,7 @@ def evaluate_task(
     *,
     attempts: int = 1,
     pass_at: Sequence[int] = (),
+    until: Sequence[str] = (),
     log: ItemLog | None = None,
     part: str | None = None,
     judge: DiffusionLM | None = None,
@@ -182,6 +191,7 @@ def evaluate_task(
         judge: a causal model, for the metric "perplexity".
         attempts: completions per row; "solved" and "value" are means over them.
         pass_at: values of k for pass@k: the probability that at least one of k attempts is right, without bias.
+        until: strings before which completions are cut.
         log: keeps items as they finish. Those that it has are not computed again, and of several processes each computes a part.
         part: the name under which the log keeps them; None: that of the task.
         progress: a phase of a progress display to update.
@@ -193,7 +203,7 @@ def evaluate_task(
     sampler = sampler_for(task, rows, sampler)
     check_metrics(task, metrics, has_judge=judge is not None)
     check_attempts(attempts, pass_at, sampler)
-    items = _items(lm, task, rows, sampler, attempts, pass_at, log, part or task.name, progress)
+    items = _items(lm, task, rows, sampler, attempts, pass_at, until, log, part or task.name, progress)
     verified = [number for number, item in enumerate(items) if item.scores]
     if not verified:
         why = items[0].details.get("reason", items[0].status) if items else "there are no rows"
@@ -230,7 +240,7 @@ class _Problem(NamedTuple):
 
 def _without_ids(lm: DiffusionLM, prompt: Prompt) -> Prompt:
     """A prompt for another tokenizer: text in place of the token ids of a protocol."""
-    return lm.tokenizer.decode(prompt, skip_special_tokens=True) if is_ids(prompt) else prompt
+    return text_after(lm.tokenizer, [], prompt) if is_ids(prompt) else prompt
 
 
 def _items(
@@ -240,6 +250,7 @@ def _items(
     sampler: SamplerConfig,
     attempts: int,
     pass_at: Sequence[int],
+    until: Sequence[str],
     log: ItemLog | None,
     part: str,
     progress: Phase | None,
@@ -251,7 +262,8 @@ def _items(
     at_once = sampler.batch_size * (1 if log is None else log.processes)
     for start in tracked(range(0, len(asked), at_once), math.ceil(len(asked) / at_once), progress):
         numbers = range(start, min(start + at_once, len(asked)))
-        items = _answer(lm, task, [asked[n] for n in (numbers if log is None else log.share(numbers))], sampler, attempts, pass_at)
+        own = [asked[n] for n in (numbers if log is None else log.share(numbers))]
+        items = _answer(lm, task, own, sampler, attempts, pass_at, until)
         found |= {item.id: item for item in items}
         if log is not None:
             log.add(part, items)
@@ -262,7 +274,7 @@ def _items(
 
 def _problems(lm: DiffusionLM, rows: Sequence[Mapping[str, Any]]) -> list[_Problem]:
     """Rows of the same prompt are numbered in the order of their ids, so that the order of rows does not matter."""
-    ids, prompts = item_ids(rows), encode_all(lm.tokenizer, [row["prompt"] for row in rows], "prompts")
+    ids, prompts = item_ids(rows), _prompts(lm, rows)
     seen: Counter[tuple[int, ...]] = Counter()
     numbers: dict[int, int] = {}
     for n in sorted(range(len(rows)), key=lambda n: ids[n]):
@@ -299,12 +311,19 @@ def _trained_on(lm: DiffusionLM, task: Task) -> bool:
 
 
 def _answer(
-    lm: DiffusionLM, task: Task, problems: Sequence[_Problem], sampler: SamplerConfig, attempts: int, pass_at: Sequence[int]
+    lm: DiffusionLM,
+    task: Task,
+    problems: Sequence[_Problem],
+    sampler: SamplerConfig,
+    attempts: int,
+    pass_at: Sequence[int],
+    until: Sequence[str],
 ) -> list[Item]:
     """The items of these problems."""
     prompts = [problem.prompt for problem in problems for _ in range(attempts)]
     keys = [sequence_key(problem.prompt, problem.number * attempts + n) for problem in problems for n in range(attempts)]
     made = generate(lm, prompts, sampler.model_copy(update=UNCOMPARED), keys)
+    made = replace(made, texts=[cut(text, until) for text in made.texts])
     verdicts = _verify(task, made.texts, [problem.row for problem in problems for _ in range(attempts)])
     items = []
     for n, problem in enumerate(problems):
@@ -332,7 +351,9 @@ def _item(
         scores |= {f"pass@{k}": pass_at_k(len(verdicts), right, k) for k in pass_at}
     prompt, tokens, steps = problem.row["prompt"], made.tokens[own], made.steps[own]
     reason = next((verdict.detail for verdict in verdicts if verdict.value is None), "")
-    traces = [Trace(tokens=[lm.tokenizer.decode([t]) for t in ids], steps=at) for ids, at in zip(tokens, steps, strict=True)]
+    traces = []
+    for ids, at in zip(tokens, steps, strict=True) if traced else []:
+        traces.append(Trace(tokens=token_texts(lm.tokenizer, problem.prompt, ids, named=True), steps=at))
     return Item(
         id=problem.id,
         group=problem.row["group"],
@@ -343,6 +364,6 @@ def _item(
         tokens=sum(map(len, tokens)),
         steps=sum((made.denoising_steps or [])[own]),
         passes=sum(made.forward_passes[own]),
-        traces=traces if traced else [],
+        traces=traces,
         details={"reason": reason} if reason else {},
     )

@@ -24,7 +24,7 @@ class GeneratedTexts:
 
     Attributes:
         references: what the texts are compared with, if there is something.
-        groups: texts of one group are not independent: intervals resample whole groups.
+        groups: texts of one group are not independent: intervals are over whole groups.
         tokenizer: of the model that wrote the texts; token entropy counts its tokens.
         judge: a causal model, for the perplexity.
     """
@@ -76,7 +76,7 @@ METRICS = {
     "bleu": TextMetric(_overlap(overlap.bleu), "sacrebleu", needs_reference=True),
     "entropy": TextMetric(lambda of: TextScores({"entropy": diversity.token_entropy(of.tokenizer, of.texts, of.groups)})),
     "distinct": TextMetric(lambda of: TextScores(diversity.distinct(of.texts))),
-    "self-bleu": TextMetric(lambda of: TextScores({"self-bleu": diversity.self_bleu(of.texts, of.groups)}), "sacrebleu"),
+    "self-bleu": TextMetric(lambda of: TextScores({"self-bleu": diversity.self_bleu(of.texts)}), "sacrebleu"),
     "perplexity": TextMetric(_perplexity, needs_judge=True),
 }
 
@@ -100,8 +100,8 @@ def check_text_metrics(metrics: Sequence[str], task: str, *, has_reference: bool
 
 
 def text_metrics(metrics: Sequence[str], of: GeneratedTexts) -> TextScores:
-    """Each metric with its 95% interval over resampled groups. ROUGE, BLEU and distinct-n are from 0 to 1 (a BLEU of 31.4 is 0.314), the
-    entropy is in nats. The caller has passed `check_text_metrics`."""
+    """Each metric, with its 95% interval over groups if it has one. ROUGE, BLEU and distinct-n are from 0 to 1 (a BLEU of 31.4 is 0.314),
+    the entropy is in nats. The caller has passed `check_text_metrics`."""
     scores = TextScores()
     for name in dict.fromkeys(metrics):
         found = METRICS[name].measure(of)

@@ -107,7 +107,7 @@ def fim_prompt(
         raise GenerationError(what, where="fim_prompt", remedy=remedy)
     start = encode_prompt(tokenizer, "")
     prefix_ids = encode_prompt(tokenizer, prefix)[len(start) :]
-    suffix_ids = encode_completion(tokenizer, [before], suffix)
+    suffix_ids = encode_completion(tokenizer, chosen.before, suffix)
     if {before, hole, end} & {*prefix_ids, *suffix_ids}:
         what = f"a text holds one of the tokens {chosen.before}, {chosen.hole}, {chosen.end}"
         raise GenerationError(what, where="fim_prompt", remedy="Remove it")

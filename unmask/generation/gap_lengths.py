@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from unmask.config.sampler import SamplerConfig
+from unmask.data.decoding import has_text
 from unmask.data.encoding import encode_completion, encode_prompt, is_ids
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
@@ -123,7 +124,8 @@ def best(scores: Mapping[int, float]) -> int:
 def _find(
     lm: DiffusionLM, segments: list[list[int]], config: SamplerConfig, max_gap: int, where: str, run: Callable[[Pass], list[float]]
 ) -> FoundText:
-    starts = [index == 0 and not segments[0] for index in range(len(segments) - 1)]
+    begun = lm.mask_token_id in segments[0] or has_text(lm.tokenizer, segments[0])
+    starts = [index == 0 and not begun for index in range(len(segments) - 1)]
     possible = [fitting_lengths(lm, config, max_gap, where, at_start=at_start) for at_start in starts]
     lengths, found = [choices[(len(choices) - 1) // 8] for choices in possible], list[FoundGap]()
     for gap, choices in enumerate(possible):

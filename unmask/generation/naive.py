@@ -339,5 +339,8 @@ def _num_accepted(order: list[int], decisions: dict[int, Decision], config: Samp
     elif config.factor is not None:
         accepted = [math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)]
     else:
-        accepted = [-sum(log_probs[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(log_probs))]
+        left_out = int(config.entropy_rule == "sum-minus-max")
+        sums = [-sum(log_probs[: n + 1 - left_out]) for n in range(len(log_probs))]
+        waits = torch.finfo(torch.float32).min  # the priority of tokens of `reveal_last`
+        accepted = [of <= (config.entropy_bound or 0.0) and log_prob > waits for of, log_prob in zip(sums, log_probs, strict=True)]
     return max(1, sum(accepted))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from transformers import PreTrainedTokenizerBase
-
 from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -68,7 +67,7 @@ class Generation:
 
     Attributes:
         prompts: token ids.
-        texts: decoded, without special tokens and without the end token.
+        texts: what the completions add to their prompts, without special tokens and without the end token (`text_after`).
         tokens: completion ids, up to and including the first end token; for infilling the whole sequence.
         log_probs: of these tokens when they were revealed, in nats, at temperature 1.
         steps: the denoising step that revealed each of them.
@@ -102,12 +101,6 @@ def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
     return next((number for number, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
 
 
-def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> str:
-    """Tokens decoded without special tokens, and without the end token that closes them, whether it is special or not."""
-    ended = bool(tokens) and tokens[-1] in eos_token_ids
-    return str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
-
-
 def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequence[Trace], config: SamplerConfig) -> Generation:
     """Cut the canvases of completions at their first end token and decode them."""
     ends = []
@@ -116,10 +109,11 @@ def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequen
         shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
         ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stop_at_eos else shown)
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
+    before = [request.ids[: request.start] for request in requests]
     num_drafted = sum(trace.num_drafted for trace in traces)
     return Generation(
         prompts=[request.prompt for request in requests],
-        texts=[text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in tokens],
+        texts=[text_after(lm.tokenizer, *each, lm.eos_token_ids) for each in zip(before, tokens, strict=True)],
         tokens=tokens,
         log_probs=[trace.log_probs[:end] for trace, end in zip(traces, ends, strict=True)],
         steps=[trace.steps[:end] for trace, end in zip(traces, ends, strict=True)],

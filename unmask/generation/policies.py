@@ -353,7 +353,10 @@ def num_accepted(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
         accepted_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
     else:
         assert config.entropy_bound is not None
-        accepted_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
+        sum_BW = (-sorted_BW).cumsum(-1)
+        accepted_BW = sum_BW <= config.entropy_bound
+        if config.entropy_rule == "sum-minus-max":  # the last one has the largest entropy; those of `reveal_last` wait
+            accepted_BW = (F.pad(sum_BW[:, :-1], (1, 0)) <= config.entropy_bound) & (sorted_BW > torch.finfo(torch.float32).min)
     return (accepted_BW & hidden_BW).sum(-1).clamp_min(1)
 
 

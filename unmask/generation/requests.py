@@ -65,6 +65,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
     if attention_block is None and config.max_new_tokens % (config.block_size or 1):
         what = f"does not divide the {config.max_new_tokens} new tokens"
         raise GenerationError(what, where=f"block_size {config.block_size}", remedy="Change one of them")
+    _check_blocks(len(_blocks(lm, 0, config.max_new_tokens, attention_block, config)), config, "steps")
     requests = []
     for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
@@ -101,6 +102,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
         if lm.logit_shift and hidden[0]:
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
+        _check_blocks(len(blocks), config, f"steps and {where}")
         counts, revisions = _steps([sum(hidden[a:b]) for a, b in blocks], config)
         gaps = constrained_gaps(lm, ids, hidden, config, where, completion=False)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False, gaps=gaps, revisions=revisions))
@@ -190,6 +192,13 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     for token in ids:
         if not 0 <= token < size:
             raise GenerationError(f"token id {token} is outside the vocabulary of {size}", where=where, remedy="Use this model's tokenizer")
+
+
+def _check_blocks(number: int, config: SamplerConfig, where: str) -> None:
+    """Raise GenerationError for fewer steps than decoding blocks."""
+    if config.steps is not None and config.steps < number:
+        remedy = f"Every block takes a step: use at least {number}, or larger blocks"
+        raise GenerationError(f"{config.steps} for {number} blocks", where=where, remedy=remedy)
 
 
 def _steps(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> tuple[list[list[int]] | None, tuple[list[int], ...]]:

@@ -99,7 +99,7 @@ CONVERTER: Table = {
     "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
     **drop_keys("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
     "experiment_name": Rule(output, "runs have different folders"),
-    "eval_steps": to("training.eval_steps", why="needs training.eval_strategy=steps and data.eval"),
+    "eval_steps": drop("give data.eval, training.eval_strategy=steps and training.eval_steps"),
     # hardware
     "device": to("model.device", str),
     "max_memory_gb": Rule(hardware, "in 1e9 bytes; what the run is planned for"),

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import TrainingArguments
-
-from unmask.commands.verbs import VERBS
+from unmask.commands.settings.listing import check_training, stock_settings
 from unmask.config.base import OPTIONS
 from unmask.config.layers import Layer, Layers, nested_settings
-from unmask.config.run import RunConfig, checked_fields
+from unmask.config.run import RunConfig
 from unmask.config.yaml import dump_yaml
 from unmask.errors import ConfigError
 from unmask.migration.files import read_old
 from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
 from unmask.redaction import masked
-
-TRAINING_ARGUMENTS = frozenset(field.name for field in dataclasses.fields(TrainingArguments) if field.init)
 
 
 class Change(NamedTuple):
@@ -109,7 +104,7 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
 
 def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Settings]]:
     """The outcome of every key, and its settings."""
-    table = TRANSFORMERS | {name: to(f"training.{name}") for name in TRAINING_ARGUMENTS - TRANSFORMERS.keys()} | form.table
+    table = {each.name: to(key) for key, each in stock_settings().items()} | TRANSFORMERS | form.table
     for key, value in values.items():
         rule = table.get(key)
         if rule is None:
@@ -151,5 +146,5 @@ def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]
     layers = Layers([Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"}), Layer(where, config)])
     with layers.naming_sources():
         run = RunConfig(**layers.merged())
-        checked_fields(VERBS[verb or "sft"].config_class, run.training, "training")
+        check_training(verb or "sft", run.training)
     return config

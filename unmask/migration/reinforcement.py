@@ -63,17 +63,22 @@ def reference(beta: float) -> Table:
     return {"sync_ref_model": rule, "ref_model_sync_steps": rule, "ref_model_mixup_alpha": Rule(share)}
 
 
+def masking_of(old: Old) -> Any:
+    """The masking strategy, by its key in a section or as an argument of the trainer."""
+    return old.get("masking.strategy_type", old.get("masking_strategy", "diffusion"))
+
+
 def masked_rate(value: Any, old: Old) -> Settings:
     """The range of the adaptive mask rate, from two keys."""
     ends = [old.get(f"masking.{end}_p_mask") for end in ("initial", "final")]
-    if old.get("masking.strategy_type") != "adaptive" or None in ends:
+    if masking_of(old) != "adaptive" or None in ends:
         raise DroppedError("only adaptive masking has a range of rates, with both ends")
     return {"training.masking": "adaptive", "training.mask_rate": ends}
 
 
 def prompts_masked(value: Any, old: Old) -> Settings:
     """The fraction of the prompt that is hidden; masking strategies hide none of it."""
-    if old.get("masking.strategy_type", "diffusion") != "diffusion":
+    if masking_of(old) != "diffusion":
         raise DroppedError("a masking strategy hides nothing of the prompt")
     return {"training.prompt_mask_rate": value}
 
@@ -127,7 +132,7 @@ GRPO: Table = {
 """Keys that all trainers share."""
 
 DIFFUSION: Table = {
-    "p_mask_prompt": to("training.prompt_mask_rate"),
+    "p_mask_prompt": Rule(prompts_masked),
     "remasking": to("training.policy", words(low_confidence="confidence", random="random")),
     "cfg_scale": drop("rollouts are not guided"),
     "mask_id": drop("found in the model"),
@@ -139,11 +144,11 @@ IMPROVED: Table = {
     "optimization.enable_gradient_checkpointing": switch("training.activation_checkpointing"),
     "optimization.generation_batch_size": to("training.rollout_batch_size"),
     "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
-    "optimization.enable_profiling": drop("use `unmask profile grpo`"),
+    **drop_keys("optimization.enable_profiling", "enable_profiling", why="use `unmask profile grpo`"),
     "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
     **drop_keys("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
     "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
-    "masking.strategy_type": Rule(strategy, "diffusion is the method's own"),
+    **dict.fromkeys(("masking.strategy_type", "masking_strategy"), Rule(strategy, "diffusion is the method's own")),
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
     "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
@@ -158,8 +163,12 @@ IMPROVED: Table = {
     "loss.epsilon": to("training.epsilon"),
     "loss.beta": to("training.beta"),
     "loss.adaptive_loss": Rule(
-        lambda value, old: {"training.adaptive_loss": True} if truth(value) and old.get("masking.strategy_type") == "adaptive" else {},
+        lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) == "adaptive" else {},
         "only with adaptive masking",
+    ),
+    "adaptive_loss": Rule(
+        lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) in ("adaptive", "optimized") else {},
+        "only with adaptive or optimized masking",
     ),
     **drop_keys("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
     "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
@@ -238,5 +247,5 @@ def d1_defaults(old: Old, program: str | None) -> Settings:
         "training.score_temperature": 1.0,
     }
     loss: Settings = {"training.method": "diffu-grpo", "training.beta": 0.04, "training.epsilon": 0.2}
-    strategies = old.get("masking.strategy_type", "diffusion") != "diffusion"
+    strategies = masking_of(old) != "diffusion"
     return learning | adapters | sampling | loss | ({} if strategies else {"training.prompt_mask_rate": 0.3})

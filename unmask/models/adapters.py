@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
 
 from unmask.errors import ConfigError, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 
 if TYPE_CHECKING:
     import peft
+
+WHERE = "lora (peft_config), target_modules or modules_to_save"
 
 
 def has_adapters(lm: DiffusionLM) -> bool:
@@ -29,29 +37,58 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters; only these are trained.
 
     Raises:
-        ConfigError: PEFT finds no module for them, or one would be on the output head, which computes selected rows only.
+        ConfigError: PEFT finds no module for them, they train nothing, or they cannot be merged into the weights.
     """
     from peft import prepare_model_for_kbit_training
 
     if quantised(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
-    return add_adapters(lm, peft_config)
+    adapted = add_adapters(lm, peft_config)
+    if reason := _unmergeable(adapted, peft_config):
+        remedy = "Use adapters that can be, such as plain LoRA"
+        raise ConfigError(f"they cannot be merged into the weights ({reason})", where="lora (peft_config)", remedy=remedy)
+    if not any(weight.requires_grad for weight in adapted.model.parameters()):
+        raise ConfigError("they train nothing", where=WHERE, remedy="Name modules of this model")
+    return adapted
+
+
+def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
+    """Why PEFT cannot merge these adapters, tried on a copy without memory; None: it can."""
+    if not has_adapters(lm):
+        return "they change what the model reads"
+    if getattr(peft_config, "layer_replication", None):
+        return "replicated layers share their weights"
+    tensors = chain(lm.model.parameters(), lm.model.buffers())
+    empty = {id(tensor): _without_memory(tensor) for tensor in tensors if not quantised(lm)}
+    try:
+        if empty:
+            with warnings.catch_warnings(action="ignore"):
+                copy.deepcopy(lm.model, empty).merge_and_unload()
+    except Exception as error:  # PEFT's kinds raise anything
+        if "meta" not in str(error).lower():  # else it needs the values
+            return first_line(error) or type(error).__name__
+    return None
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    empty = tensor.detach().to("meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
 
 def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """As `with_adapters`, with quantised weights as they are: for inference."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
 
+    rows = getattr(peft_config, "trainable_token_indices", None)
+    alone = isinstance(rows, list) and set(rows) <= set(lm.never_predicted)  # the head's rows of these are never read
     try:
-        with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
-            adapted = _wrapped(lm.model, peft_config)
-    except (TypeError, ValueError) as error:
-        where = "lora (peft_config), target_modules or modules_to_save"
-        raise ConfigError(first_line(error).rstrip("."), where=where, remedy="Name modules of this model") from error
-    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
-        remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
-        raise ConfigError("an adapter of the output head", where="lora (peft_config), target_modules", remedy=remedy)
-    return lm.bind(adapted)
+        with _untied(lm) if alone else nullcontext():
+            adapted = lm.bind(_wrapped(lm.model, peft_config))
+    except Exception as error:  # PEFT's kinds raise anything
+        raise ConfigError(first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model") from error
+    head = adapted.model.get_output_embeddings()
+    adapted.select_rows_of(*(head.modules_to_save.values() if isinstance(head, ModulesToSaveWrapper) else [head]))
+    return adapted
 
 
 def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
@@ -59,6 +96,7 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 reads it
+        warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`")  # `merged` takes care of that
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # which it writes for stacked experts
         return get_peft_model(model, peft_config)
 
@@ -87,8 +125,7 @@ def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft
 
 @contextmanager
 def _untied(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, PEFT treats the head as untied from the embedding table: a trained row of the table does not change the head, which computes
-    selected rows only. Merging changes both."""
+    """Inside, PEFT treats the head as untied from the embedding table: it would compute the whole head anew in each pass."""
     tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
     try:
         yield
@@ -106,20 +143,41 @@ def starts_at_base(lm: DiffusionLM) -> bool:
     return bool(pairs) and not any(a.any() and b.any() for a, b in pairs)
 
 
+@torch.no_grad()
 def merged(lm: DiffusionLM) -> DiffusionLM:
     """A copy of the model with its adapters merged into the weights. Quantised weights are dequantised, since rounding would lose most of
-    the update."""
+    the update. An embedding table and a head that were tied stay so only if the adapters change both alike."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
+    config, tied = model.active_peft_config, _untie(model)
     if quantised(lm):
-        config, adapters = model.active_peft_config, get_peft_model_state_dict(model, save_embedding_layers=False)
+        adapters = get_peft_model_state_dict(model, save_embedding_layers=False)
         model = _wrapped(model.unload().dequantize(), config)
         set_peft_model_state_dict(model, adapters)
-    return lm.bind(model.merge_and_unload())
+    with warnings.catch_warnings(action="ignore"):  # of PEFT, that tied weights might not be saved
+        whole = lm.bind(model.merge_and_unload())
+    table, head = whole.model.get_input_embeddings(), whole.model.get_output_embeddings()
+    whole.select_rows_of(head)
+    if tied:
+        for token in lm.never_predicted:  # the head's rows of these are never read
+            head.weight[token] = table.weight[token]
+        if getattr(config, "ensure_weight_tying", False) or torch.equal(head.weight, table.weight):
+            head.weight, whole.model.config.tie_word_embeddings = table.weight, True
+    return whole
+
+
+def _untie(model: Any) -> bool:
+    """Give the head weights of its own, so that merging can change the table alone. Whether they were the table's."""
+    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    holders = [(part, name) for part in model.get_output_embeddings().modules() for name, w in part._parameters.items() if id(w) in shared]
+    for part, name in holders:
+        part._parameters[name] = nn.Parameter(part._parameters[name].clone(), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    return bool(holders)
 
 
 def without_tables(lm: DiffusionLM) -> None:
-    """Make PEFT save only adapters: it would also save embedding tables when the vocabulary differs from the base model's."""
-    for adapters in getattr(lm.model, "peft_config", {}).values():
-        adapters.base_model_name_or_path = None  # restored when they are saved
+    """Make PEFT save only adapters: it would also save embedding tables that have some, or rows that the base model lacks."""
+    if has_adapters(lm):
+        lm.model.save_pretrained = partial(type(lm.model).save_pretrained, lm.model, save_embedding_layers=False)

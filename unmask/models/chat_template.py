@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
+from unmask.artifacts import read_file
 from unmask.errors import ConfigError, DataError
 from unmask.models.limited_templates import LimitError
 
@@ -33,7 +33,7 @@ def read_template(name_or_path: str) -> str:
     if name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     try:
-        return Path(name_or_path).read_text(encoding="utf-8")
+        return read_file(name_or_path)
     except (OSError, UnicodeDecodeError) as error:
         what = f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})"
         raise ConfigError(what, where="data.chat_template", remedy=f"Use {SIMPLE}, or the path of a Jinja file") from error
@@ -59,6 +59,34 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     except Exception as error:  # user code: templates raise anything
         what = f"the chat template refuses {messages!r:.80}: {error}"
         raise DataError(what, remedy="Fix the messages.", reason="refused by the chat template") from error
+
+
+def without_start(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages, the answers among them without the white space that the template writes before an answer. A model
+    that writes it, too, as the beginning of an answer, is shown its answer as it was."""
+    start = _answer_start(tokenizer) if any(map(_begins_with_space, messages)) else ""
+    return [
+        {**message, "content": message["content"].removeprefix(start)} if _begins_with_space(message) else dict(message)
+        for message in messages
+    ]
+
+
+def _begins_with_space(message: Mapping[str, Any]) -> bool:
+    """Whether a message is an answer that begins with white space."""
+    content = message.get("content")
+    return message["role"] == "assistant" and isinstance(content, str) and content[:1].isspace()
+
+
+def _answer_start(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The white space that the chat template writes between the opened turn of the assistant and its answer."""
+    question = {"role": "user", "content": "a"}
+    try:
+        opened = render_template(tokenizer, [question], add_generation_prompt=True)
+        answered = render_template(tokenizer, [question, {"role": "assistant", "content": ANSWER}])
+    except DataError:
+        return ""
+    start = answered.removeprefix(opened).partition(ANSWER)[0]
+    return start if answered.startswith(opened) and start.isspace() else ""
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -41,6 +41,14 @@ def compile_model(model: nn.Module, options: dict[str, Any]) -> None:
     model.compile(**options)
 
 
+def taken_apart(module: Any) -> tuple[nn.Module, dict[str, Any] | None]:
+    """The module within what torch.compile returned, and options of torch.compile for the same; of any other, itself and None."""
+    if not hasattr(module, "_orig_mod"):
+        return module, None
+    backend = torch._dynamo.eval_frame.innermost_backend(module.dynamo_ctx.callback)  # which knows mode and options
+    return module._orig_mod, {"backend": backend}
+
+
 def tell_apart(model: nn.Module) -> None:
     """Make a model's first part read the fingerprint of its configuration in each pass, so that torch checks it. Hooks of the model itself
     are not part of what is compiled."""

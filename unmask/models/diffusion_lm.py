@@ -20,7 +20,16 @@ from transformers.cache_utils import Cache
 from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, check_pattern, hidden_fraction, make_mask, stacked_rows, unpadded_mask
+from unmask.models.attention import (
+    AttentionMask,
+    Layout,
+    check_pattern,
+    clear_mask_cache,
+    hidden_fraction,
+    make_mask,
+    stacked_rows,
+    unpadded_mask,
+)
 from unmask.models.chat_template import TEMPLATES, turn_end
 from unmask.models.compiled import compile_model
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
@@ -64,6 +73,7 @@ class DiffusionLM:
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
             block in both directions (NBDiff, Tian et al. 2025).
+        first_position: the model's number of the first token of a text: 0, except for RoBERTa's kind.
         config: of the unwrapped model.
         quality_head: estimates whether visible tokens are right; None: the model has none.
         padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
@@ -89,6 +99,7 @@ class DiffusionLM:
         expand_token_id: int | None = None,
         delete_token_id: int | None = None,
         max_gap: int | None = None,
+        first_position: int = 0,
     ):
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
@@ -101,6 +112,7 @@ class DiffusionLM:
         self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
+        self.first_position = first_position
         self.config = model.config
         self.padding_idx: int | None = model.get_input_embeddings().padding_idx
         self._head = RowSelector.of(model)
@@ -153,7 +165,8 @@ class DiffusionLM:
     @property
     def context_length(self) -> int | None:
         """The longest row that the model supports; None: its config does not say."""
-        return getattr(self.config, "max_position_embeddings", None)
+        positions = getattr(self.config, "max_position_embeddings", None)
+        return positions and positions - self.first_position
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -187,6 +200,11 @@ class DiffusionLM:
         bound = copy.copy(self)
         bound.model, bound.quality_head = model, quality_head_of(model) if self.quality_head is not None else None
         return bound
+
+    def select_rows_of(self, *heads: nn.Module) -> None:
+        """Make these the heads that compute the selected rows only: adapters can be around, or in the place of, the first one."""
+        for each in heads:
+            self._head.follow(each)
 
     def compile(self, **options: Any) -> None:
         """Compile the model as it is now, with these options of torch.compile: one graph for all lengths and numbers of rows."""
@@ -366,7 +384,7 @@ class DiffusionLM:
     def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
             input_ids=inputs.ids_BT,
-            position_ids=inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
+            position_ids=self.first_position + inputs.layout.position_BT.expand(len(inputs.ids_BT), -1),
             past_key_values=cache,
             use_cache=cache is not None,
             unmask_mask=inputs.mask,
@@ -381,6 +399,10 @@ class DiffusionLM:
         share(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path)
+
+    def clear_mask_cache(self) -> None:
+        """Empty the cache of attention masks, which all models share (`unmask.clear_mask_cache`)."""
+        clear_mask_cache()
 
     def layout_and_mask(self, like_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
         """The layout of rows of this shape, after noised copies of them, and their attention mask: the same for all passes over them."""

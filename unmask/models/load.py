@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
+from unmask.models.agreement import first_position
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
@@ -28,7 +29,8 @@ from unmask.models.hooks.quality_head import NAME as QUALITY_HEAD
 from unmask.models.hooks.quality_head import add_quality_head
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 from unmask.models.hooks.time_embedding import add_time_embedding
-from unmask.models.model_files import model_folder, read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_missing, refuse_pickled, weight_files
+from unmask.models.model_paths import check_model, model_folder
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -89,6 +91,7 @@ def load(
             device, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
+    check_model(path_or_id)
     where = model_folder(path_or_id)
     hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, hub_options)
@@ -198,8 +201,8 @@ def make_diffusion(
     never read, but its token is often the EOS, which is.
 
     Raises:
-        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or an end token is outside
-            the vocabulary.
+        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or computes something else
+            under Unmask's attention (`unmask.models.agreement`), or an end token is outside the vocabulary.
     """
     name = type(model).__name__
     model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
@@ -208,6 +211,8 @@ def make_diffusion(
     if model._is_stateful:
         raise ModelError("its recurrent layers read from left to right under any mask", where=name, remedy="Use a transformer")
     _check_layers(model)
+    with _loading_unsharded():
+        first = first_position(model)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=name)
@@ -227,6 +232,7 @@ def make_diffusion(
         expand_token_id=expand_token_id,
         delete_token_id=delete_token_id,
         max_gap=max_gap,
+        first_position=first,
     )
 
 

@@ -6,24 +6,22 @@ from __future__ import annotations
 import json
 import pathlib
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from unmask.artifacts import MAX_FILE, entries, irregular_file, read_file
-from unmask.errors import ModelError, UnmaskError, UnmaskWarning, first_line
+from unmask.errors import ModelError, UnmaskError, first_line
 from unmask.models.diffusion_lm import SETTINGS_KEY
 from unmask.models.family import Family
+from unmask.models.model_paths import check_model, model_folder
 from unmask.models.released_families import family_of
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 NO_CODE: dict[str, Any] = {"trust_remote_code": False}
-RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
-"""The resolved config, the manifest and the trained model in the output folder of a run."""
 TEXTS = (".json", ".jinja", ".txt", ".model")
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 MAX_COUNT = 10_000
@@ -44,32 +42,11 @@ def reading(what: str, where: str, remedy: str) -> Iterator[None]:
         raise ModelError(f"{what} ({reason})", where=where, remedy=remedy) from error
 
 
-def model_folder(path_or_id: str | pathlib.Path) -> str:
-    """Where a model is: for the folder of a training run, which has no config.json itself, the trained model in it. Warns if the run has
-    not finished, as the model may then be that of an earlier one."""
-    folder = pathlib.Path(path_or_id)
-    trained = folder / TRAINED_MODEL
-    if (folder / CONFIG_NAME).exists() or not (trained / CONFIG_NAME).is_file():
-        return str(path_or_id)
-    with suppress(OSError, ValueError, AttributeError):  # no manifest of ours
-        if (state := json.loads(read_file(folder / RUN_MANIFEST)).get("state", "finished")) != "finished":
-            what = f"{folder}: the run has not finished ({state}), so {trained} may be the model of an earlier one"
-            warnings.warn(UnmaskWarning(what), stacklevel=2)
-    return str(trained)
-
-
 def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedConfig, Family | None]:
     """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
+    check_model(where, weights=False)
     where = model_folder(where)
     folder = pathlib.Path(where)
-    if not folder.exists() and (len(folder.parts) > 2 or where.startswith(("/", ".", "~"))):  # a name on the hub has one slash
-        raise ModelError("no such folder", where=where, remedy="Check the path")
-    if (folder / ADAPTER_CONFIG_NAME).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
-        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
-        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
-    if (folder / RUN_MANIFEST).is_file() and not (folder / CONFIG_NAME).exists():
-        remedy = "Finish it with --resume, or name another model"
-        raise ModelError("is the folder of a run that has not saved its model", where=where, remedy=remedy)
     absent = "" if folder.exists() else "there is no such folder; as a hub id: "
     with reading(f"{absent}cannot load a model config", where, "Give a model folder or a hub id"):
         refuse_irregular(folder)

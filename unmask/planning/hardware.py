@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,20 @@ from unmask.planning.step_time import CPU_LAUNCH_SECONDS, Bound, DenoisingPass, 
 CPU = "cpu"
 MEASURED_ROWS = 4  # unless --batch-size is set
 GENERATION_BATCHES = (1, 8, 64)
+LIKELY = (CPU, "rtx4080-16gb", "rtx3090-24gb", "a6000-48gb", "h100-80gb")
+"""Recipes of single devices, of different memory."""
 
 
 def hardware_recipe_names() -> list[str]:
     """The hardware recipes, the CPU first."""
     return sorted((path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != CPU, name))
+
+
+def recipes_to_show(named: Sequence[str], **settings: Any) -> list[HardwareRecipe]:
+    """The named hardware recipes; `all`: all of them; none named: likely ones, and those of this machine. `settings`: of `read`."""
+    everything = named in ([], ["all"])
+    recipes = [HardwareRecipe.read(name, **settings) for name in (hardware_recipe_names() if everything else named)]
+    return recipes if named else [recipe for recipe in recipes if recipe.name in LIKELY or recipe.device]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from unmask.preference.losses import LossType
 from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
 from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
+from unmask.training.sharding import weight_sharding_setting
 
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
@@ -26,6 +27,8 @@ MAX_EXACT_BLOCK = 4
 """Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further token doubles them."""
 TOKENS_TOGETHER = 1024
 """Views whose rows have at most this many tokens together share a forward pass. Smaller passes do not fill a GPU."""
+OF_MASKS = ("samples", "complementary", "log_variance_steps", "plan_reused")
+"""Settings without effect on an exact likelihood."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
 """The losses of pairs, and the losses that compare the policy with a reference."""
 
@@ -76,7 +79,7 @@ class DPOConfig(PairConfig):
         "error",
         "If the output folder holds log-probabilities of another model, tokenizer, data or settings: error, or replace",
         choices=("error", "replace"),
-        needs=["reference=stored"],
+        needs=[COMPARED, "reference=stored"],
         on_resume=OnResume.NEUTRAL,
     )
     plan_reused: bool = setting(False, "elbo: whether every epoch has the same masks, so that less is stored")
@@ -109,7 +112,7 @@ class DPOConfig(PairConfig):
             self.stale_reference = "replace"  # the file of the overwritten run
 
     def shortened(self, steps: int) -> dict[str, Any]:
-        return super().shortened(steps) | {"judge": None, "log_variance_steps": 0}
+        return super().shortened(steps) | {"judge": None} | ({"log_variance_steps": 0} if self.log_variance_steps else {})
 
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         return {"first_rows": steps * rows_per_step(self)}
@@ -120,7 +123,9 @@ class DPOConfig(PairConfig):
 
     def adapter_conflict(self, *, has_adapters: bool) -> Conflict:
         """A reference under adapters, of a policy without them."""
-        what, remedy = "the policy has no adapters", "Set lora (in Python: peft_config), or use reference stored or frozen"
+        others = "se reference stored or frozen"
+        remedy = f"U{others}" if weight_sharding_setting(self) else f"Set lora (in Python: peft_config), or u{others}"
+        what = "the policy has no adapters"
         return Conflict("reference and lora", self.reference == "adapter" and not has_adapters, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
@@ -188,10 +193,12 @@ class DPOConfig(PairConfig):
             raise ConfigError(what, where="bound", remedy=remedy)
         if self.bound == "elbo" and lm.autoregressive:
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
-        for name in ("samples", "complementary", "log_variance_steps", "plan_reused") if exact else ():
-            if getattr(self, name) != getattr(DPOConfig, name):
-                remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
-                raise ConfigError("an exact likelihood draws no masks", where=name, remedy=remedy)
+        chosen = [name for name in OF_MASKS if name in self.given]
+        if {*OF_MASKS} <= self.given | self.unread():  # a record of a run names all with their defaults, as it knows no model
+            chosen = [name for name in chosen if getattr(self, name) != getattr(DPOConfig, name)]
+        if exact and chosen:
+            remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
+            raise ConfigError("an exact likelihood draws no masks", where=chosen[0], remedy=remedy)
         return exact
 
     def _wants_exact(self, block: float) -> bool:

@@ -7,10 +7,11 @@ from typing import Any
 
 from unmask.config.run import SamplerConfig
 from unmask.config.user_code import load_function
+from unmask.data.decoding import text_after
 from unmask.data.report import Rows
 from unmask.data.rows import Row
 from unmask.errors import GenerationError, TrainingError
-from unmask.generation.output import end_of, text_of
+from unmask.generation.output import end_of
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -52,7 +53,8 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
     with evaluating(lm):
         completions = generate(lm, [prompt for prompt, _ in split], sampler).texts
     prompts: list[str] = lm.tokenizer.batch_decode([prompt for prompt, _ in split], skip_special_tokens=True)
-    chosen = [text_of(lm.tokenizer, ids[: end_of(ids, lm.eos_token_ids)], lm.eos_token_ids) for _, ids in split]
+    ends = lm.eos_token_ids
+    chosen = [text_after(lm.tokenizer, prompt, ids[: end_of(ids, ends)], ends) for prompt, ids in split]
     try:
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from itertools import accumulate
 
 from unmask.rewards.final_form import TEXT, UNIT, number_kind, occurs
@@ -16,85 +17,201 @@ SPELLINGS = {
     **dict.fromkeys((r"\dfrac", r"\tfrac", r"\cfrac"), r"\frac"),
     **dict.fromkeys((r"\textit", r"\operatorname"), r"\text"),
     **dict.fromkeys((rf"\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r")), ""),
-    **dict.fromkeys((r"\left", r"\right", r"\displaystyle", r"\textstyle"), ""),
+    **dict.fromkeys((r"\left.", r"\right.", r"\left", r"\right", r"\displaystyle", r"\textstyle"), ""),
+    **dict.fromkeys((r"\dbinom", r"\tbinom"), r"\binom"),
     **dict.fromkeys((r"\quad", r"\qquad"), " "),
-    **{r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\degree": r"^\circ"},
+    **dict.fromkeys((r"\leq", r"\leqslant"), r"\le"),
+    **dict.fromkeys((r"\geq", r"\geqslant"), r"\ge"),
+    **{r"\neq": r"\ne", r"\lt": "<", r"\gt": ">", r"\degree": r"^\circ", r"\textdollar": r"\$"},
+    **{r"\langle": "(", r"\rangle": ")", r"\lbrace": r"\{", r"\rbrace": r"\}", r"\varnothing": r"\emptyset"},
 }
 SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
 SIGNS = str.maketrans(
     {
         **{"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u222a": r"\cup "},
-        **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "},
+        **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b2": "^2", "\u00b3": "^3"},
     }
 )
-SPACE = re.compile(r"\s*(?P<row>\\\\)(?:\[[0-9.]+ ?[a-z]{2}\])?\s*|(?P<nothing>\\[!$])|(?:\\[,;: ]|~|\s)+")
-SHORT_FRACTION = re.compile(r"\\frac ?([0-9]|\{[0-9]+\}) ?([0-9]|\{[0-9]+\})")
+THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
+SPACE = re.compile(r"\s*(?P<row>\\\\)(?:\[[0-9.]+ ?[a-z]{2}\])?\s*|(?P<nothing>\\!)|(?:\\[,;: ]|~|\s)+")
+OUTER = re.compile(r"^[ $]+|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
+ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
+TAKES_ARGUMENTS = re.compile(rf"\\({'|'.join(ARGUMENTS)})(?![a-zA-Z])")
 BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"(?<![a-zA-Z\\])sqrt ?\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<=[0-9a-zA-Z)}]) ?\*\* ?(?=[0-9a-zA-Z({-])"), "^"),
     (re.compile(r"([0-9]) ?/ ?(?=[0-9])"), r"\1/"),
-    (re.compile(r"(?<=[0-9])\{,\}(?=[0-9]{3})"), ","),
     (re.compile(r"(?<=[0-9}]) ?(?:\\cdot|\\times|\*) ?i(?![a-zA-Z])"), "i"),
     (re.compile(r"\\(begin|end)\{bmatrix\}"), r"\\\1{pmatrix}"),
-    (re.compile(r"[(\[] ?\\begin\{array\} ?\{[clr]+\}(.*?)\\end\{array\} ?[)\]]"), r"\\begin{pmatrix}\1\\end{pmatrix}"),
+    (
+        re.compile(r"[(\[] ?\\begin\{(?:array\} ?\{[clr]+|(?:small)?matrix)\}(.*?)\\end\{(?:array|(?:small)?matrix)\} ?[)\]]"),
+        r"\\begin{pmatrix}\1\\end{pmatrix}",
+    ),
     (re.compile(r"^[({]([0-9]+)[)}](?=_)"), r"\1"),
     (re.compile(rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}"), lambda found: f"_{BASES.index(found[1])}"),
+    (re.compile(r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])"), r"(-\\infty, \\infty)"),
+    (re.compile(r"\+ ?(?=\\infty)"), ""),
+    (re.compile(r" ?\\text\{ ?percent ?\}$"), r"\\%"),
+    (re.compile(r"\\\{ ?\\\}"), r"\\emptyset"),
+    (re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}"), lambda found: _repeating(*found.groups())),
+    (re.compile(r"([_^])\{(.)\}"), r"\1\2"),
 ]
-"""Other spellings of roots, fractions, thousands, products with i, matrices and bases."""
+"""Other spellings of roots, fractions, products with i, matrices, bases, sets and repeating decimals."""
+SIGNS_OF_UNITS = [
+    (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
+    (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
+]
 WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("**", "**")]
 WRAPPERS += [(rf"\{style}{{", "}") for style in ("mathbf", "boldsymbol", "underline")]
 MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]+)")
 AND = re.compile(r",? ?(?:\\text\{ ?(?:and|or) ?\}|(?<= )(?:and|or)(?= )) ?")
 LABEL = re.compile(r"([^=<>]+?) ?(?:=|\\in(?![a-zA-Z])) ?([^=<>]*)")
+RELATION = re.compile(r"[=<>]|\\(?:in|le|ge|ne)(?![a-zA-Z])")
+LESS, MORE = (rf" ?({signs}) ?" for signs in (r"<|\\le(?![a-zA-Z])", r">|\\ge(?![a-zA-Z])"))
+SET_BUILDER = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|[|:]) ?(.*?) ?\\\}")
+RANGES = [re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)]
+INTERVAL = re.compile(r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
+OPEN_INTERVAL = re.compile(r"\((?!.*\\infty).*\)")
+"""An interval that may as well be a point."""
+ASKS_FOR_INTERVAL = re.compile(r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE)
 VARIABLE = re.compile(r"[a-zA-Z](?: ?\([a-zA-Z]\))?")
-WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)\b([a-zA-Z]{2,}(?: [a-zA-Z]+)*)(\^[0-9])?$")
+WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)([a-zA-Z]{2,}(?: [a-zA-Z]+)*)(\^[0-9])?$")
 LAST_UNIT = re.compile(rf" ?{UNIT.pattern}$")
 PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?percent ?\}|percent)$")
 PERCENT_ASKED = re.compile(r"\b(?:what|which|as an?|in|nearest|is the|find the|tenth of a) percent(?:age)?\b", re.IGNORECASE)
 SIGN_OF_UNIT = {"dollar": r"\$", "degree": r"\circ"}
+ABBREVIATIONS = {
+    **{"in": "inch", "ft": "foot", "yd": "yard", "mi": "mile", "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer"},
+    **{"mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ml": "milliliter", "l": "liter", "gal": "gallon"},
+    **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "sq": "square", "cu": "cubic"},
+    "mph": "mile hour",
+}
+IRREGULAR = {"feet": "foot", "metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "litre": "liter", "squared": "square"}
+POWERS = {"square": "2", "cubic": "3", "cubed": "3"}
+POWER_NAMED = {"2": r"square|area|\^2", "3": r"cubi|cube|volume|\^3"}
+UNITS_OF_NUMBERS = re.compile(rf"(?<=[0-9]) ?(?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?![a-zA-Z])|{UNIT.pattern}")
+INFINITY = r"\infty"
 FORMULA = re.compile(r"\$+([^$]+)\$+|\\\[(.+?)\\\]", re.DOTALL)
 
 
 def plain(text: str) -> str:
     """The text with one spelling of each symbol, without redundant space, outer dollar signs and a final full stop."""
-    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
+    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], THOUSANDS.sub("", text.translate(SIGNS)))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
+    text = OUTER.sub("", text)
     for pattern, spelling in REWRITTEN:
         text = pattern.sub(spelling, text)
-    text = re.sub(r"([_^])\{(.)\}", r"\1\2", text)
-    text = SHORT_FRACTION.sub(lambda found: rf"\frac{{{found[1].strip('{}')}}}{{{found[2].strip('{}')}}}", text)
-    return text.strip(" $").removesuffix(".").strip()
+    return _braced(text).strip()
+
+
+def _braced(text: str) -> str:
+    r"""The text with braces around each argument of a fraction, binomial or root, as TeX reads it: `\frac\pi2` is `\frac{\pi}{2}`."""
+    for found in reversed(list(TAKES_ARGUMENTS.finditer(text))):
+        at, arguments = found.end(), found[0]
+        if text.startswith("[", at) and "]" in text[at:]:
+            at = text.index("]", at) + 1
+            arguments = text[found.start() : at]
+        for _ in range(ARGUMENTS[found[1]]):
+            start, at = _argument(text, at)
+            arguments += text[start:at] if text.startswith("{", start) else f"{{{text[start:at]}}}"
+        arguments = f"{{{arguments}}}" if text.startswith("^", found.start() - 1) else arguments
+        text = text[: found.start()] + arguments + text[at:]
+    return text
+
+
+def _argument(text: str, at: int) -> tuple[int, int]:
+    """Where TeX begins and ends to read an argument: a group, a macro with its groups, or a character."""
+    start = len(text) - len(text[at:].lstrip(" "))
+    macro = MACRO.match(text, start)
+    if macro is None and not text.startswith("{", start):
+        return start, min(start + 1, len(text))
+    stop = macro.end() if macro else start
+    for _ in range(ARGUMENTS.get(macro[1], 0) if macro else 1):
+        depths = accumulate((character == "{") - (character == "}") for character in text[stop:])
+        stop = next((at for at, depth in enumerate(depths, stop) if depth <= 0), len(text) - 1) + 1
+    return start, stop
+
+
+def _repeating(whole: str, decimals: str, repeated: str) -> str:
+    """A repeating decimal as a fraction in lowest terms."""
+    nines = 10 ** len(decimals) * (10 ** len(repeated) - 1)
+    value = Fraction(int(f"0{whole}{decimals}{repeated}") - int(f"0{whole}{decimals}"), nines)
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
 
 
 def words(text: str) -> str:
-    r"""The text without the `\text` around words, spaces, and the parentheses of a choice, (C)."""
-    text = TEXT.sub(r"\1", text).replace(" ", "")
+    r"""The text without the `\text` around words, spaces beside no two digits, and the parentheses of a choice, (C)."""
+    text = re.sub(r"(?<![0-9]) +| +(?![0-9])", "", TEXT.sub(r"\1", text))
     return text[1:-1] if re.fullmatch(r"\([A-Z]\)", text) else text
+
+
+def is_word(text: str) -> bool:
+    r"""Whether a text is words alone in a `\text`, whose case does not matter, and no letter that names a choice."""
+    found = TEXT.fullmatch(text)
+    return found is not None and re.fullmatch(r"[A-Za-z' -]{2,}", found[1].strip()) is not None
 
 
 def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     """An answer and its reference as plain as they can be compared."""
     given, wanted = _unwrapped(plain(answer)), _unwrapped(plain(reference))
-    if r"\pm" in wanted and not re.search(r"\\(?:pm|mp)", given) and "," not in wanted:
-        wanted = ", ".join(wanted.replace(r"\pm", sign) for sign in "+-")
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     labelled = LABEL.fullmatch(wanted)
     label = labelled[1] if labelled and VARIABLE.fullmatch(labelled[1]) and not _letters(labelled[2]) else None
     wanted = labelled[2] if labelled and label else wanted
-    if not re.search(r"[=<>]|\\(?:in|le|ge|ne)(?![a-zA-Z])", wanted):
+    asked = ASKS_FOR_INTERVAL.search(question) is not None
+    given, wanted = _as_interval(given, wanted, may_be_point=not asked), _as_interval(wanted, given, may_be_point=False)
+    if not RELATION.search(wanted):
         named = label or " ; ".join(plain("".join(formula)) for formula in FORMULA.findall(question.replace(r"\$", "")))
         spaced = " ?".join(map(re.escape, given.replace(" ", "")))
         shown = not label and re.search(f"{spaced}(?![0-9])", plain(question))
-        parts = _parts(given) if number_kind(wanted) is None and "," in wanted and not wanted.startswith(("(", "[", "\\")) else [given]
-        given = given if shown else ", ".join(_unlabelled(part, named) for part in parts)
-    return _unwrapped(_without_unit(given, wanted, reference, question)), wanted
+        listed = number_kind(wanted) is None and len(members(wanted)) > 1
+        wanted = ", ".join(members(wanted)) if listed else _inside(wanted, r"\{", r"\}") or wanted
+        given = given if listed else _inside(given, r"\{", r"\}") or given
+        parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
+        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, reference, question)) for part in parts]
+        given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
+    return given, wanted
 
 
-def _parts(listed: str) -> list[str]:
-    """The members of a list of values, however joined."""
-    return [part.strip() for part in AND.sub(", ", _inside(listed, r"\{", r"\}") or listed).split(",")]
+def members(listed: str) -> list[str]:
+    r"""The members of a list or set of values, however joined; `a \pm b` is two."""
+    parts = split_at(",", AND.sub(", ", _inside(listed, r"\{", r"\}") or listed))
+    both = [re.split(r"\\(?:pm|mp)(?![a-zA-Z])", part) for part in parts]
+    pairs = [[f"{each[0]}{sign}{each[1]}".removeprefix("+").strip() for sign in "+-"] if len(each) == 2 else [] for each in both]
+    return [member for part, pair in zip(parts, pairs, strict=True) for member in pair or [part]]
+
+
+def split_at(separator: str, text: str) -> list[str]:
+    """The parts of a text between separators outside of all brackets."""
+    depths = list(accumulate((character in "([{") - (character in ")]}") for character in text))
+    cuts = [at for at, depth in enumerate(depths) if depth == 0 and text.startswith(separator, at)]
+    ends = zip([0, *(at + len(separator) for at in cuts)], [*cuts, len(text)], strict=True)
+    return [text[start:stop].strip() for start, stop in ends]
+
+
+def _as_interval(text: str, other: str, *, may_be_point: bool) -> str:
+    """The inequalities of one variable as intervals, if the other text has intervals, which are no points."""
+    others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
+    if not all(INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others):
+        return text
+    builder = SET_BUILDER.fullmatch(text)
+    parts = split_at(r"\cup", AND.sub(r" \\cup ", builder[1] if builder else text))
+    found = [next(filter(None, (pattern.fullmatch(part) for pattern in RANGES)), None) for part in parts]
+    ranges = [part for part in found if part and RELATION.search(part[0])]
+    if len(ranges) < len(found) or len({part[3] for part in ranges}) > 1:
+        return text
+    intervals = []
+    for part in ranges:
+        ends = [(part[1], part[2]), (part[5], part[4])]
+        (low, low_sign), (high, high_sign) = ends if part.re is RANGES[0] else ends[::-1]
+        left, right = ("[" if low_sign and "\\" in low_sign else "("), ("]" if high_sign and "\\" in high_sign else ")")
+        intervals.append(f"{left}{low or '-' + INFINITY}, {high or INFINITY}{right}")
+    return r" \cup ".join(intervals)
 
 
 def _unlabelled(text: str, named: str) -> str:
@@ -110,12 +227,32 @@ def _without_unit(given: str, wanted: str, reference: str, question: str) -> str
     if not _letters(UNIT.sub("", wanted)):
         given = WORDS.sub(r"\\text{\1}\2", given)
     found = LAST_UNIT.search(given)
-    if found is None or UNIT.search(wanted) or not re.fullmatch("[a-zA-Z ]*[a-zA-Z][a-zA-Z ]*", found[1]):
+    if (
+        found is None
+        or UNIT.search(wanted)
+        or not found.start()
+        or not re.fullmatch(r"[a-zA-Z. ]*[a-zA-Z][a-zA-Z. ]*(?:\^[0-9])?", found[1])
+    ):
         return given
-    unit = found[1].strip().lower().removesuffix("s")
+    unit, _, power = unit_of(found[0]).partition("^")
     sign = SIGN_OF_UNIT.get(unit)
-    named = re.search(rf"\b{re.escape(unit)}(?:s|es)?\b", question.lower()) or (sign and sign in question + reference)
-    return given[: found.start()] if named and found.start() else given
+    units = " ".join([_singular(question), *(unit_of(each[0]).partition("^")[0] for each in UNITS_OF_NUMBERS.finditer(question))])
+    named = unit and (f" {unit} " in f" {units} " or (sign and sign in question))
+    return given[: found.start()] if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE) else given
+
+
+def unit_of(text: str) -> str:
+    r"""The name of a unit: `\text{ sq. in}`, `\text{ inches}^2` and `\text{square inches}` are `inch^2`."""
+    power = "".join(re.findall(r"\^([0-9])", text))
+    names = [ABBREVIATIONS.get(name, name) for name in _singular(TEXT.sub(r" \1 ", text)).split()]
+    power = power or "".join(POWERS.get(name, "") for name in names)
+    return " ".join(name for name in names if name not in POWERS) + (f"^{power}" if power else "")
+
+
+def _singular(text: str) -> str:
+    """The words of a text in lower case and without the ending of plurals."""
+    found = (re.sub(r"(?:(?<=[xhz])e|(?<=[^s]))s$", "", word) for word in re.findall("[a-z]+", text.lower()))
+    return " ".join(IRREGULAR.get(word, word) for word in found if word != "per")
 
 
 def _letters(text: str) -> bool:
@@ -123,11 +260,13 @@ def _letters(text: str) -> bool:
 
 
 def _unwrapped(text: str) -> str:
-    """The text without signs around all of it: of formulas, bold type, and braces or parentheses around one value."""
+    """The text without signs around all of it (of formulas, bold type, braces or parentheses around one value), and with units as words."""
     for opening, closing in WRAPPERS:
         inner = _inside(text, opening, closing)
         if inner and not (opening == "(" and "," in inner):
             return _unwrapped(inner)
+    for pattern, unit in SIGNS_OF_UNITS:
+        text = pattern.sub(unit, text)
     return text
 
 

@@ -10,6 +10,7 @@ Equal is not enough for an answer: the formula of a problem equals its answer. G
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import time
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from itertools import accumulate
 from queue import SimpleQueue
 
 from unmask.rewards.final_form import UNIT, is_final
-from unmask.rewards.spelling import MACRO, bare, plain, words
+from unmask.rewards.spelling import MACRO, bare, is_word, plain, words
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
@@ -36,17 +37,13 @@ NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 KNOWN = re.compile(
-    "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
+    "frac|sqrt|pi|infty|emptyset|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
 """Macros that an answer may have in addition to those of the reference."""
-SAME = [
-    re.compile(r"\\(?:le|ge|ne|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<>:]"),
-    re.compile(r"%|percent"),
-    re.compile(r"_(?:\{[^{}]*\}|.)"),
-    re.compile(r","),
-]
-"""Relations, percent signs, subscripts and commas: math-verify ignores those that only one side has."""
+SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%]|percent|\\circ")
+"""Relations, commas and signs of percent and degrees: math-verify ignores those that only one side has."""
+UPPER = re.compile(r"\\[a-zA-Z]+|[A-Z](?!_)")
 
 
 def equivalent(answer: str, reference: str, question: str | None = None) -> Verdict:
@@ -60,7 +57,8 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return MALFORMED
     answer, reference = bare(answer, reference, question or "")
-    if words(answer) == words(reference):
+    written = words(answer), words(reference)
+    if written[0] == written[1] or (written[0].lower() == written[1].lower() and (is_word(answer) or is_word(reference))):
         return OK
     final = question is None or is_final(answer, reference, plain(question))
     numbers = (number(answer), number(reference))
@@ -73,7 +71,7 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
     if not final:
         return UNCOMPUTED
     try:
-        return _verified(_exact(answer), _exact(reference), question is not None)
+        return _verified(*(_exact(_distinct(text, reference)) for text in (answer, reference)), final=question is not None)
     except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
     except WorkerCallError as error:  # the answer made math-verify raise or overflow its stack
@@ -116,22 +114,17 @@ def _readable(answer: str, reference: str) -> bool:
 
 
 def _comparable(answer: str, reference: str) -> bool:
-    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no other letters or units.
-
-    An answer may omit the unit of the reference.
-    """
-    bare, bare_reference = UNIT.sub("", answer).strip(), UNIT.sub("", reference).strip()
-    units = [[words(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)]
-    if not bare_reference.strip(" ()") or (units[0] and units[0] != units[1]):
-        return False  # a reference of words alone was compared before
+    """Whether both have the same relations, commas and signs of units, and the answer no letters that the reference lacks."""
+    bare, bare_reference = UNIT.sub("", answer), UNIT.sub("", reference).strip(" ()")
     letters, known = (set(re.findall("[a-zA-Z]", MACRO.sub("", text))) for text in (bare, bare_reference))
-    grouped = "," not in reference or _brackets(bare) == _brackets(bare_reference)
-    return letters <= known and grouped and all(pattern.findall(answer) == pattern.findall(reference) for pattern in SAME)
+    signs = (sorted(SAME.findall(text.replace(">", "<").replace(r"\ge", r"\le"))) for text in (answer, reference))
+    return bool(bare_reference) and letters <= known and operator.eq(*signs)  # words alone were compared before
 
 
-def _brackets(text: str) -> tuple[str, str] | None:
-    """The first and last character, if they are brackets."""
-    return (text[:1], text[-1:]) if text[:1] in ("(", "[", "\\") and text[-1:] in (")", "]", "}") else None
+def _distinct(text: str, reference: str) -> str:
+    """The text with other names for capital letters that the reference also has as small ones: math-verify reads both alike."""
+    small = set(re.findall("[a-z]", MACRO.sub("", reference)))
+    return UPPER.sub(lambda found: f"{found[0].lower()}_{{99}}" if found[0].lower() in small else found[0], text)
 
 
 def _exact(text: str) -> str:

@@ -39,6 +39,8 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
+    rollout_config = RolloutConfig()  # what `rollout` says
+
     max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
@@ -96,9 +98,9 @@ class GRPOConfig(TrainingConfig):
     )
     adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
     samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1)
-    prompt_mask_rate: float = setting(
+    prompt_mask_rate: float | None = of_method(
         DiffuGRPO.prompt_mask_rate,
-        "diffu-grpo, wd1, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
+        "diffu-grpo, wd1, step-merge, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
         low=0,
         high=1,
     )
@@ -154,7 +156,7 @@ class GRPOConfig(TrainingConfig):
         low=1e-3,
     )
     log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS)
-    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, on_resume=ACTS)
+    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, needs=["log_completions_steps"], on_resume=ACTS)
     performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS)
 
     reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
@@ -200,9 +202,6 @@ class GRPOConfig(TrainingConfig):
             return field.default
         return settings_of(get_method(self.method)).get(field.name, field.metadata.get("otherwise"))
 
-    def _is_set(self, field: Field[Any]) -> bool:
-        return getattr(self, field.name) not in (None, self._default_of(field))
-
     def _read_method_settings(self, method: type[Method]) -> dict[str, Any] | None:
         """The settings that are no keys of this class, with the method's defaults; None if it has none."""
         given, keys = self.method_settings or {}, {field.name for field in fields(self)}
@@ -224,7 +223,7 @@ class GRPOConfig(TrainingConfig):
             ConfigError: such a setting is set.
         """
         method = get_method(self.method)
-        if exact and self.beyond_eos != "hidden":
+        if exact and self.beyond_eos not in ("hidden", settings_of(method)["beyond_eos"]):
             what = "a causal model predicts nothing from what is after the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
         own_plan = strategy is None or strategy.uses is None
@@ -236,21 +235,27 @@ class GRPOConfig(TrainingConfig):
             read.update(strategy.uses)
         if not final and strategy is None and not method.separable:
             read.add("samples")
-        settings_of_each = {name: settings_of(other) for name, other in METHODS.items()}
+        self._unread = {}
         for field in fields(self):
-            readers = [name for name, settings in settings_of_each.items() if field.name in settings]
-            if readers and field.name not in read and self._is_set(field):
+            readers = [name for name, other in METHODS.items() if field.name in settings_of(other)]
+            if readers and field.name not in read:
+                self._unread[field.name] = readers
+        for name, readers in self._unread.items():
+            if name in self.given:
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
-                raise ConfigError(what, where=field.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                raise ConfigError(what, where=name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+
+    def unread(self) -> set[str]:
+        server = set() if self.rollout_config.backend == "vllm" else {"importance_cap"}
+        return super().unread() | self._unread.keys() | server
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
             what, remedy = "prompts are sampled in groups, each once per epoch", "Leave it out, or set curriculum"
             raise ConfigError(what, where="train_sampling_strategy", remedy=remedy)
         for field in fields(self):
-            if field.name in fixed_settings(method) and self._is_set(field):
-                value = self._default_of(field)
+            if field.name in fixed_settings(method) and getattr(self, field.name) not in (None, value := self._default_of(field)):
                 what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
@@ -296,9 +301,6 @@ class GRPOConfig(TrainingConfig):
         yield from super().conflicts(run)
         if (shards := weight_sharding_setting(self)) and run.lora is None:
             yield from self.sharding_conflicts(shards)
-        what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
-        unsent = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None
-        yield Conflict("rollout.sync and lora", unsent, what, remedy)
 
     def sharding_conflicts(self, *shards: str) -> Iterator[Conflict]:
         """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be named."""
@@ -310,7 +312,8 @@ class GRPOConfig(TrainingConfig):
         yield Conflict(" and ".join(["reference_sync_steps", *shards]), moves, what, remedy)
 
     def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model."""
+        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model, or
+        without what it is sent."""
         read = read_attention()
         causal = read["attention"] == "causal"
         unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
@@ -325,6 +328,9 @@ class GRPOConfig(TrainingConfig):
         elif self.rollout_config.backend == "vllm":
             what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"
             raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
+        if self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None:
+            remedy = "Train with lora, or set rollout.sync to disk"
+            raise ConfigError("there are no adapters to send", where="rollout.sync and lora", remedy=remedy)
 
     def refuse_for_causal_models(self) -> None:
         """Raise ConfigError for masking strategies and settings of views, which a causal model ignores."""

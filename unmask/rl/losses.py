@@ -27,6 +27,10 @@ MAX_EXPONENT = 80.0
 """A logarithm whose exponential does not overflow float32."""
 
 
+EQUAL_REWARDS = 1e-6
+"""Rewards are equal if they differ by at most this fraction of the largest: a weighted sum of them is rounded to float32."""
+
+
 class Surrogate(NamedTuple):
     """A loss, its ratios, and which of them were clipped, all of one shape."""
 
@@ -38,10 +42,10 @@ class Surrogate(NamedTuple):
 def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
     """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
-    r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025). z-score: also divided by the group's standard deviation
-    (GRPO, Shao et al. 2024), population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out:
-    against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
-    that of its negative (wd1, Tang et al. 2025, eq. 9).
+    All are 0 in a group of equal rewards (`equal_rewards`). r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025).
+    z-score: also divided by the group's standard deviation (GRPO, Shao et al. 2024), population-z-score: without Bessel's
+    correction (TraceRL, Wang et al. 2025). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024).
+    softmax: the group's softmax of r-mean / temperature, less that of its negative (wd1, Tang et al. 2025, eq. 9).
 
     Args:
         reward_B, group_B: rewards, and the number of each completion's group, on the CPU.
@@ -66,8 +70,7 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         centred_B = centred_B / (deviation_B + 1e-4)
     elif kind == "population-z-score":
         deviation_B = (total(centred_B**2) / count_B.clamp_min(1)).sqrt()
-        rounding_B = 1e-9 * (total(value_B**2) / count_B.clamp_min(1)).sqrt()  # the rounding error of the mean of equal rewards
-        centred_B = torch.where(deviation_B > rounding_B, centred_B / deviation_B, 0)
+        centred_B = centred_B / torch.where(deviation_B > 0, deviation_B, 1)
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":
@@ -79,7 +82,19 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
             weight_B = (signed_B - largest_G[index_B]).exp()
             weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
         centred_B = weights[0] - weights[1]
-    return centred_B.float()
+    return torch.where(equal_rewards(reward_B, group_B), 0, centred_B).float()
+
+
+def equal_rewards(reward_B: Tensor, group_B: Tensor) -> Tensor:
+    """Whether the rewards of each completion's group are equal [B], up to `EQUAL_REWARDS`; NaN rewards are left out."""
+    _, index_B = (torch.from_numpy(found) for found in np.unique(group_B.numpy(), return_inverse=True))
+
+    def largest(value_B: Tensor) -> Tensor:
+        value_B = torch.where(value_B.isnan(), -torch.inf, value_B)
+        return torch.full_like(value_B, -torch.inf).scatter_reduce(0, index_B, value_B, "amax")[index_B]
+
+    high_B, low_B = largest(reward_B.double()), -largest(-reward_B.double())
+    return high_B - low_B <= EQUAL_REWARDS * torch.maximum(high_B.abs(), low_B.abs())
 
 
 def _check_kind(kind: str, known: Any) -> None:
@@ -88,8 +103,8 @@ def _check_kind(kind: str, known: Any) -> None:
 
 
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
-    """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal (DAPO, Yu
-    et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
+    """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal
+    (`equal_rewards`; DAPO, Yu et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
     check_tensors(reward_B=reward_B, group_B=group_B)
     scored: dict[int, list[float]] = defaultdict(list)
     for group, reward in zip(group_B.tolist(), reward_B.tolist(), strict=True):
@@ -97,8 +112,9 @@ def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, s
             scored[group].append(reward)
     means: dict[int, Any] = {group: reward_B.new_tensor(rewards).mean().tolist() for group, rewards in scored.items()}
     low, high = reward_B.new_tensor([low, high]).tolist()  # rounded like the means, so that a mean can equal a bound
-    kept = {group for group, mean in means.items() if low <= mean <= high and not (spread and len(set(scored[group])) == 1)}
-    return torch.tensor([group in kept for group in group_B.tolist()], dtype=torch.bool)
+    kept = {group for group, mean in means.items() if low <= mean <= high}
+    kept_B = torch.tensor([group in kept for group in group_B.tolist()], dtype=torch.bool)
+    return kept_B & ~equal_rewards(reward_B, group_B) if spread else kept_B
 
 
 def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:

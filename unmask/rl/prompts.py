@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.data.encoding import encode_prompt, is_ids
-from unmask.data.rows import Column, prepending_place
+from unmask.data.encoding import encode_row, is_ids
+from unmask.data.formats import read_prompt
+from unmask.data.rows import prepending_place
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import Stream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError
@@ -35,11 +37,13 @@ class PromptRow(NamedTuple):
         columns: the columns of the dataset row, with the prompt.
         sample_id: index of the prompt in the dataset.
         repeat: index of the completion in its group.
+        ids: of the prompt's tokens; None: not rendered yet.
     """
 
     columns: Mapping[str, Any]
     sample_id: int
     repeat: int
+    ids: Sequence[int] | None = None
 
     @property
     def prompt(self) -> Any:
@@ -50,8 +54,8 @@ class PromptRow(NamedTuple):
 class PromptRows(Dataset):
     """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. Columns that a row lacks are None."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], group: int):
-        self.rows, self.group = rows, group
+    def __init__(self, rows: Sequence[Mapping[str, Any]], group: int, ids: Sequence[Sequence[int]] | None = None):
+        self.rows, self.group, self.ids = rows, group, ids
         self.columns = dict.fromkeys(name for row in rows for name in row)
 
     def __len__(self) -> int:
@@ -59,7 +63,7 @@ class PromptRows(Dataset):
 
     def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
-        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat)
+        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat, None if self.ids is None else self.ids[sample_id])
 
 
 def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
@@ -68,12 +72,15 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
     Raises:
         DataError: a prompt does not fit, or is malformed, or too many of the tokens are unknown.
     """
-    unknown = UnknownTokens(args.max_unknown)
-    for index, prompt in enumerate(Column(dataset, "prompt", where)):
+    unknown, rows, encoded = UnknownTokens(args.max_unknown), [], []
+    for index, row in enumerate(dataset):
         with prepending_place(f"{where}, row {index}"):
-            ids = encode_prompt(lm.tokenizer, prompt)
-        if not is_ids(prompt):
-            unknown.count(lm.tokenizer, ids, prompt)
+            example = read_prompt(row)
+            ids = encode_row(lm.tokenizer, example)
+        rows.append({**row, "prompt": example["prompt"]})
+        encoded.append(ids)
+        if not is_ids(example["prompt"]):
+            unknown.count(lm.tokenizer, ids, example)
         tokens = len(ids) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):
             in_context = limit == lm.context_length
@@ -83,7 +90,7 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
             remedy = f"Lower training.max_completion_length{lower}{more} or drop the row"
             raise DataError(what, where=f"{where}, row {index}", remedy=remedy)
     unknown.check(where)
-    return PromptRows(dataset, args.num_generations)
+    return PromptRows(rows, args.num_generations, encoded)
 
 
 class GroupSampler(Sampler[int]):
@@ -146,6 +153,18 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         what = f"{len(dataset)} prompts, but a step needs {prompts}"
         raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
     return prompts
+
+
+def first_prompts(args: GRPOConfig, stream: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The rows of a stream that a run of `max_steps` steps may need.
+
+    Raises:
+        ConfigError: `max_steps` is not set.
+    """
+    if args.max_steps <= 0:
+        raise ConfigError("a stream has no end", where="max_steps", remedy="Set it, or give a list of rows or a datasets.Dataset")
+    rollouts = math.ceil(args.max_steps / args.num_iterations) * (1 + args.dynamic_sampling)
+    return [*islice(stream, rollouts * prompts_per_step(args, None))]
 
 
 class PromptHistory:

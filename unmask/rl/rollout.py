@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unmask.data.decoding import text_after
 from unmask.data.rows import pad_rows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Views
 from unmask.errors import GenerationError, TrainingError
-from unmask.generation.output import Generation, end_of, text_of
+from unmask.generation.output import Generation, end_of
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tensor_checks import check_tensors
 
@@ -178,5 +179,6 @@ def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
     ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
     names = ("tokens", "log_probs", "steps")
     cut: Any = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in names}
-    texts = [text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in cut["tokens"]]
+    pairs = zip(generation.prompts, cut["tokens"], strict=True)
+    texts = [text_after(lm.tokenizer, prompt, ids, lm.eos_token_ids) for prompt, ids in pairs]
     return replace(generation, texts=texts, **cut)

@@ -36,7 +36,7 @@ def check_rollouts(args: Any, sampler: SamplerConfig) -> None:
         if args.corrects_for_server and args.log_prob_temperature != args.temperature:
             what = f"the server's log-probabilities are of temperature {args.temperature:g}, not of {args.log_prob_temperature:g}"
             raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
-    elif args.importance_cap is not None and args.importance_cap != type(args).importance_cap:
+    elif "importance_cap" in args.given:
         what = f"{args.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
         remedy = "Leave importance_cap out, or set rollout.backend to vllm"
         raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)

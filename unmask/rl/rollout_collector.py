@@ -26,7 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
-from unmask.rl.losses import advantages, kept_groups, overlong_penalty
+from unmask.rl.losses import advantages, equal_rewards, kept_groups, overlong_penalty
 from unmask.rl.prompts import PromptHistory, PromptRow, completion_key
 from unmask.rl.rollout import cut_at_end
 from unmask.rl.weighted_rewards import RewardResult, Rewards
@@ -197,7 +197,7 @@ class RolloutCollector:
     def _request(self, rows: Sequence[PromptRow], temperature: float, step: int | None) -> tuple[list[Any], SamplerConfig, list[int]]:
         """The prompts, settings and keys with which a backend samples."""
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
-        return [row.prompt for row in rows], config, [completion_key(row, step) for row in rows]
+        return [row.prompt if row.ids is None else row.ids for row in rows], config, [completion_key(row, step) for row in rows]
 
     def sync_weights(self, step: int | None, updates: int) -> None:
         """Send the weights, named by the updates that were made to them, to a server if they are due before this rollout (None: an
@@ -301,7 +301,8 @@ class RolloutCollector:
             if len(scored_B) > 0:
                 self.trainer.record(name, scored_B.mean(), len(scored_B))
             if name == "reward" and len(scored_B) > 1:
-                self.trainer.record("reward_std", scored_B.std(), len(scored_B))
+                equal = equal_rewards(scored_B, torch.zeros(len(scored_B), dtype=torch.long)).all()
+                self.trainer.record("reward_std", torch.where(equal, 0, scored_B.std()), len(scored_B))
         step = self.trainer.state.global_step + 1
         if self.trainer.is_world_process_zero() and self.completion_log.due(step):
             columns = {**rewarded.extras, "prompt": [row.prompt for row in rewarded.rows], "completion": generation.texts}

@@ -6,7 +6,7 @@ optimizer steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -28,7 +28,7 @@ from unmask.rl.config import GRPOConfig
 from unmask.rl.methods.base import LossInputs, loss_of
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.policy_loss import items_of, loss_inputs, policy_views
-from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
+from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, first_prompts, prompt_rows, prompts_per_step
 from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
@@ -50,7 +50,8 @@ class GRPOTrainer(DiffusionTrainer):
         model: the policy; a DiffusionLM, or a path or id to load.
         reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `reward_functions_named`).
         args: the config.
-        train_dataset: rows with `prompt`; all other columns go to the reward functions.
+        train_dataset: rows with `prompt`; all other columns go to the reward functions. Of a stream (a `datasets.IterableDataset`) as many
+            as `max_steps` needs are read, before training.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
         masking: a strategy that plans the views instead of the method; None: the one that the config names, if any.
         rest: as in DiffusionTrainer.
@@ -70,7 +71,7 @@ class GRPOTrainer(DiffusionTrainer):
         model: DiffusionLM | PreTrainedModel | str | Path,
         reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
         args: GRPOConfig | None = None,
-        train_dataset: Sequence[Mapping[str, Any]] | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         *,
         masking: MaskingStrategy | None = None,
@@ -79,8 +80,11 @@ class GRPOTrainer(DiffusionTrainer):
         args = args or GRPOConfig()
         rewards = make_rewards(reward_funcs, args)
         self._reward_identities = reward_identities(reward_funcs)
-        self.prompts_per_step = prompts_per_step(args, train_dataset)
-        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        rows: Any = train_dataset
+        if rows is not None and not isinstance(rows, Sized):
+            rows = first_prompts(args, rows)
+        self.prompts_per_step = prompts_per_step(args, rows)
+        super().__init__(model, args, rows, eval_dataset, data_collator=list, **rest)
         for conflict in args.sharding_conflicts() if self.shards_weights else ():
             if conflict.on:
                 raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from unmask.redaction import shown
+from unmask.redaction import shown_line
 from unmask.serving.errors import error_response
 from unmask.serving.limits import Limits
 
@@ -125,7 +125,7 @@ class BodyLimits:
         if body is None:
             return
         if self.log:
-            logger.info("%s %s %s", scope["method"], shown(scope["path"]), shown(body.decode(errors="replace")))
+            logger.info("%s %s %s", scope["method"], shown_line(scope["path"]), shown_line(body.decode(errors="replace")))
         messages = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def read() -> Message:

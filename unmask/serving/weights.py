@@ -221,6 +221,8 @@ def _whole_model(lm: DiffusionLM, where: str) -> Mapping[str, Tensor]:
         weight.data = weight.data.clone()  # else a file that is written now would be what is loaded
     weights: Mapping[str, Tensor] = new.model.state_dict()
     shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, lm.model.state_dict()))
+    if new.model.config.tie_word_embeddings != lm.model.config.tie_word_embeddings:
+        raise ModelError("another architecture: one of the two has a head of its own", where=where, remedy=REMEDY)
     if differ := differences(shapes, expected) or differences(expected, shapes):
         raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=REMEDY)
     return weights

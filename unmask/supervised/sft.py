@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.trainer_utils import TrainOutput
 
+from unmask.config.run import RunConfig
 from unmask.data.encoding import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
@@ -25,6 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.supervised.quality import fill_in, quality_logits, quality_loss, training_head, with_quality_head
 from unmask.supervised.variable_length import canvas_log_probs, canvas_loss, make_canvases, with_length_tokens
+from unmask.training.config import Conflict
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.pair_config import PairConfig, limits
@@ -72,9 +74,21 @@ class SFTConfig(NoisingConfig, PairConfig):
             what = "the quality head's loss is divided by tokens"
             raise ConfigError(what, where="quality_head and aggregation", remedy="Leave aggregation out")
         for name in OF_VIEWS if self.max_gap is not None else ():
-            if getattr(self, name) != getattr(type(self), name):
+            if name in self.given:
                 what = "has no effect on gaps of unknown length, which hide tokens by a rule of their own"
                 raise ConfigError(what, where=f"{name} and max_gap", remedy="Leave one of them out")
+
+    def unread(self) -> set[str]:
+        return super().unread() | ({*OF_VIEWS} if self.max_gap is not None else set())
+
+    @property
+    def excludes_adapters(self) -> str | None:
+        return "quality_head" if self.quality_head != "off" else "max_gap" if self.max_gap is not None else None
+
+    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
+        yield from super().conflicts(run)
+        key, what = self.excludes_adapters, "trains weights that adapters leave as they are"
+        yield Conflict(f"{key} and lora", key and run.lora, what, f"Leave {key} out, or train without adapters (lora=null)")
 
     @property
     def noised_copies(self) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from unmask.errors import ConfigError, DataError
+from unmask.records import Record
 from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import verify_programs
@@ -111,12 +117,24 @@ class HumanEval(Code):
 class MBPP(Code):
     """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and `test_setup_code`.
 
-    The prompt shows one test, and the others decide (`split`), so that a table of what is shown does not pass.
+    The prompt shows one test, and the others decide (`split`), with cases of our own for problems whose tests a program passes that does
+    not read the problem (`mbpp_cases.json`). Problems that such a program solves are left out.
     """
 
     name = "mbpp"
     fields = ("text", "code", "test_list")
     columns = ("tests", "names", "imports")
+    cases: ClassVar[Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("mbpp_cases.json").read_text())
+    """Comparisons that decide beside the tests of a problem, by its `task_id` and the name of its function."""
+    left_out: ClassVar[Mapping[str, str]] = MappingProxyType({"816": "clear_tuple", "847": "lcopy", "899": "check"})
+    """Problems that a constant or an argument answers, by their `task_id`."""
+
+    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
+        return super().rows((where, record) for where, record in records if not self._is_left_out(record))
+
+    def _is_left_out(self, record: Any) -> bool:
+        function = self.left_out.get(str(record.get("task_id"))) if isinstance(record, dict) else None
+        return function is not None and f"def {function}(" in str(record.get("code"))
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         text, code, tests, challenges = *(record[name] for name in self.fields), record.get("challenge_test_list") or []
@@ -127,7 +145,8 @@ class MBPP(Code):
             raise DataError("not a problem with tests", where=where, remedy=remedy)
         text, code, setup = (str(part).replace("\r\n", "\n") for part in (text.strip(), code, record.get("test_setup_code") or ""))
         names, imports = self._needed("\n".join([setup, *tests, *challenges]), code, where)
-        shown, hidden = self.split(tests, challenges)
+        cases = [case for name in names for case in self.cases.get(f"{record.get('task_id')} {name}", [])]
+        shown, hidden = self.split(tests, [*challenges, *(f"assert {case}" for case in cases)])
         example = "\n".join(shown) or f"The tests call {' and '.join(names)}."
         return {
             "prompt": f'"""\n{text}\n{example}\n"""\n',
@@ -142,12 +161,11 @@ class MBPP(Code):
     def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
         """The tests that the prompt shows, and those that decide.
 
-        The first is shown after which the others do not all expect the same: a table of it with a guess for all else does not pass.
-        If there is no such test, none is shown and all decide, so that a constant passes only where all expect the same.
+        The first is shown after which neither a constant nor an argument passes all others: a table of it with a guess for all else does
+        not pass. If there is no such test, none is shown and all decide.
         """
         different = list({ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values())[::-1]
-        results = [_expected(test) for test in different]
-        shown = next((at for at in range(len(different)) if len({*results[:at], *results[at + 1 :]}) > 1), None)
+        shown = next((at for at in range(len(different)) if not _passes_blindly(different[:at] + different[at + 1 :])), None)
         return ([], different) if shown is None else ([different[shown]], different[:shown] + different[shown + 1 :])
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
@@ -171,6 +189,8 @@ class PublishedMBPP(MBPP):
     """MBPP as published: the prompt shows all of `test_list`, which decides. A table of what is shown passes: for evaluation only."""
 
     name = "mbpp_published"
+    cases: ClassVar[Mapping[str, list[str]]] = MappingProxyType({})
+    left_out: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
         return list(tests), list(tests)
@@ -179,11 +199,20 @@ class PublishedMBPP(MBPP):
         raise ConfigError("its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp")
 
 
-def _expected(test: str) -> str:
-    """The value that an assertion compares with, else the whole assertion."""
+def _passes_blindly(tests: Sequence[str]) -> bool:
+    """Whether a program passes these tests that returns a constant, or one of its arguments."""
+    compared = [_compared(test) for test in tests]
+    results = [result for result, _ in compared]
+    return len(set(results)) < 2 or results in map(list, zip(*(arguments for _, arguments in compared), strict=False))
+
+
+@functools.lru_cache(maxsize=4096)
+def _compared(test: str) -> tuple[str, list[str]]:
+    """The value that an assertion compares with (else the whole assertion), and the arguments of its first call."""
     tree = parse_python(test)
     compared = [node.test.comparators[-1] for node in tree.body if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
-    return ast.dump(compared[-1] if compared else tree)
+    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return ast.dump(compared[-1] if compared else tree), [ast.dump(each) for call in islice(calls, 1) for each in call.args]
 
 
 def _are_texts(tests: Any) -> bool:

@@ -35,6 +35,9 @@ OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
     "/": (2, operator.truediv),
 }
 """Precedence and function of each operator."""
+SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"})
+"""Other signs of the operators."""
+STATED = re.compile(" *[1-9][0-9]{0,8} *")
 
 
 class Term(NamedTuple):
@@ -142,11 +145,18 @@ class Countdown(Puzzle):
         return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers."""
-        expression = answer_of(completion) or ""
+        """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers.
+
+        It may be an equation that says what its value is.
+        """
+        expression, *stated = (answer_of(completion) or "").translate(SIGNS).split("=")
+        if STATED.fullmatch(expression) and stated:
+            expression, stated = stated[0], [expression, *stated[1:]]
         try:
             value, used = evaluate(expression), numbers_used(expression)
         except ArithmeticSyntaxError:
+            return MALFORMED
+        if stated and not (len(stated) == 1 and STATED.fullmatch(stated[0]) and int(stated[0]) == value):
             return MALFORMED
         if used != sorted(row["numbers"]):
             return WRONG

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from math import isqrt
@@ -16,6 +17,8 @@ from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, Verdict
 from unmask.tasks.base import Puzzle, Row
 
+RULE = re.compile(r"[-+|= ]*")
+LAYOUT = str.maketrans(dict.fromkeys(" \t|,[]"))
 Units = tuple[int, int, int]
 """The numbers of a cell's row, column and box."""
 
@@ -83,6 +86,12 @@ def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
     return sum(clue == "0" and wanted == digit for clue, wanted, digit in pairs) / puzzle.count("0")
 
 
+def _digits_of(answer: str, side: int) -> str:
+    """The digits of a grid that is written in one line, or a line for each row, between spaces, commas, brackets or rules."""
+    lines = [line.translate(LAYOUT) for line in answer.splitlines() if not RULE.fullmatch(line)]
+    return "".join(lines) if len(lines) == 1 or {len(line) for line in lines} == {side} else ""
+
+
 class GridPuzzle(Puzzle):
     """A Sudoku: each row, column and box holds each of `digits` once.
 
@@ -134,7 +143,7 @@ class GridPuzzle(Puzzle):
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """A valid grid that keeps the clues is right. The value of another: the fraction of empty cells that are right, less one cell for
         each changed clue."""
-        grid, puzzle = answer_of(completion) or "", row["puzzle"]
+        grid, puzzle = _digits_of(answer_of(completion) or "", len(self.digits)), row["puzzle"]
         if len(grid) != len(self.digits) ** 2 or not set(grid) <= set(self.digits):
             return MALFORMED
         if self.solves(grid, puzzle):

@@ -10,13 +10,17 @@ from typing import Any
 from unmask.errors import DataError
 from unmask.rewards.final_form import lowest_terms
 from unmask.rewards.format import integer, published_answer, soft_format, strict_format, xml_count
-from unmask.rewards.parsing import answer_of, boxed
+from unmask.rewards.parsing import BOX, answer_of, boxed
 from unmask.rewards.spelling import bare
 from unmask.rewards.symbolic import MAX_ANSWER, number
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.tasks.base import Row, Task
 
 MARK = "####"
+CONCLUSION = re.compile(
+    r"(?:^|[.!?\n])[*_ ]*(?:(?:so|thus|hence|therefore|then|and|the|my|our|final|correct)[,:]? )*answer[*_ ]*(?:is\b|[:=])", re.IGNORECASE
+)
+"""How a sentence begins that ends with the answer: "So the answer is 18", "**Answer:** 18"."""
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float:
@@ -57,14 +61,19 @@ class GSM8K(Task):
         return {"prompt": prompt, "completion": completion, "group": question, "question": question, "answer": answer}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The number in the answer tags, else on the line of the first `####`, else the whole text; of these the box, if there is one.
+        """The number in the answer tags, else on the line of the first `####`, else the whole text; of these the box, or what follows the
+        only "answer is", if there is one.
 
         A base model goes on after its answer, with another question.
         """
         text = answer_of(completion) or ""
         _, marked, rest = text.partition(MARK)
         text = next(iter(rest.strip().splitlines()), "") if marked else text
-        text = boxed(text) or text
+        box = boxed(text)
+        if box is not None and any(part and not part.lstrip().startswith(box) for part in text.split(BOX)[1:]):
+            return MALFORMED  # several answers
+        sentences = CONCLUSION.split(text)
+        text = box or (sentences[1].strip("*_:! ") if len(sentences) == 2 else text.rstrip("! "))
         if len(text) > MAX_ANSWER:
             return MALFORMED
         question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))  # an amount, as LaTeX writes it

@@ -18,6 +18,7 @@ GOLD = ("gold", "label", "answerKey", "answer", "correct_option")
 PASSAGES = ("context", "text")
 PROMPTS = ("prompt", "context", "question")
 ANSWERS = ("completion", "continuation", "answer")
+UNREAD = ("system", "history", "tools", "chat_template_kwargs")
 
 
 class MultipleChoice(Task):
@@ -100,7 +101,10 @@ class Text(Task):
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value of the first name that the record has. DataError if it has none."""
+    """The value of the first name that the record has. DataError if it has none, or a column that would change the prompt."""
+    if unread := next((other for other in UNREAD if record.get(other)), None):
+        remedy = "Write it into the prompt, or remove the column"
+        raise DataError(f"the column {unread} is not read", where=where, remedy=remedy)
     name = next((name for name in names if name in record), names[0])
     require_names(record, [name], where)
     return record[name]

@@ -21,33 +21,19 @@ from typing import Literal
 import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.artifacts import read_file
 from unmask.config.run import LOCK_FILE, resumes_in_place
 from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.durable.shards import INDEX, check_shards
-from unmask.training.run_log import LOG_NAME, SUMS_NAME, read_sums
+from unmask.training.run_files import CHECKPOINT, LOG_NAME, checkpoints, step_of
+from unmask.training.run_log import SUMS_NAME, read_sums
 
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
 """What a run has left in a folder. dpo stores the reference's scores before all else."""
-NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, latest first."""
-    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=step_of, reverse=True)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint, or of what a link points to."""
-    found = NAME.fullmatch(checkpoint.name) or NAME.fullmatch(checkpoint.resolve().name)
-    assert found is not None, checkpoint
-    return int(found[1])
 
 
 def remove_old(checkpoint: Path, limit: int | None, best: str | None) -> None:
@@ -139,7 +125,7 @@ def check_last(checkpoint: Path, output: Path) -> None:
     """Raise TrainingError for a checkpoint with later ones in the output folder, which the next --resume would use instead."""
     if not _is_checkpoint(checkpoint) or not resumes_in_place(output, str(checkpoint)):
         return
-    folder = (checkpoint if NAME.fullmatch(checkpoint.name) else checkpoint.resolve()).parent
+    folder = (checkpoint if CHECKPOINT.fullmatch(checkpoint.name) else checkpoint.resolve()).parent
     later = [path.name for path in checkpoints(folder) if step_of(path) > step_of(checkpoint)]
     if later:
         remedy = "Remove the later ones, choose another output_dir, or resume from the last checkpoint"
@@ -191,4 +177,4 @@ def _damage(checkpoint: Path) -> str | None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return any(NAME.fullmatch(each.name) for each in (path, path.resolve()))
+    return any(CHECKPOINT.fullmatch(each.name) for each in (path, path.resolve()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sized
-from dataclasses import Field, dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -16,18 +16,18 @@ from transformers import TrainingArguments, get_scheduler
 
 from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
+from unmask.config.trackers import check_trackers
 from unmask.errors import ConfigError, UnmaskWarning, did_you_mean, first_line
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_settings, check_types, setting
+from unmask.training.config_fields import check_settings, check_types, setting, unmet
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.resume.stock_settings import stock_kind
 from unmask.training.sharding import deepspeed_config
-from unmask.training.trackers import check_trackers
 
 
 class Conflict(NamedTuple):
@@ -56,6 +56,11 @@ RANGES = {
     "seed": (0, 2**32),
 }
 """The least value of settings, and what is above all values."""
+SCHEDULE_NEEDS = {
+    **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), '{"min_lr_rate": 0.1}'),
+    "warmup_stable_decay": '{"num_decay_steps": 100}',
+}
+"""The schedules that need arguments, with an example."""
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
@@ -93,6 +98,9 @@ class TrainingConfig(TrainingArguments):
         on_resume=NEUTRAL,
     )
     data_source: str | None = setting(None, "The name of the training data in the model card", on_resume=NEUTRAL)
+    show_rows: int = setting(
+        0, "Training rows to print as text, with the learnt tokens marked; also in data_report.json", low=0, on_resume=NEUTRAL
+    )
     log_memory_usage: bool = setting(False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL)
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
@@ -101,14 +109,29 @@ class TrainingConfig(TrainingArguments):
     answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
     from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
+    given: ClassVar[frozenset[str]]
+    """The names of the settings that were given, whatever their values (None: unset). Of each config; a class has none."""
+
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
+        cls._refuse_unknown(given)
+        config = super().__new__(cls)
+        config.given = frozenset(name for name, value in given.items() if value is not None)
+        return config
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuses unknown settings that are assigned later, too."""
+        if "_made" in vars(self) and not (name.startswith("_") or hasattr(self, name)):  # transformers adds some before that
+            self._refuse_unknown([name])
+        super().__setattr__(name, value)
+
+    @classmethod
+    def _refuse_unknown(cls, names: Iterable[str]) -> None:
         known = {each.name for each in fields(cls) if each.init}
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in names if name not in known]:
             remedies = [f"{name}: {nearest}" for name in unknown if (nearest := did_you_mean(name, known, ""))]
             remedy = " ".join([*remedies, "docs/migration.md has the names of other trainers"])
             raise ConfigError("no known setting", where=f"{cls.__name__}: {', '.join(unknown)}", remedy=remedy)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -131,13 +154,16 @@ class TrainingConfig(TrainingArguments):
             args.deepspeed = deepspeed_config(args.deepspeed)
         alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
-        check_settings(self, self._is_set)
+        check_settings(self, lambda each: each.name in self.given)
         for name, (least, limit) in RANGES.items():
             if not least <= (value := getattr(args, name)) < limit:  # nor NaN
                 below = "" if limit == math.inf else f", below {limit:,}"
                 raise ConfigError(f"{value} is not valid", where=name, remedy=f"Use {least} or more{below}")
         if args.max_steps == 0 or args.max_steps < -1:
             raise ConfigError(f"{args.max_steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
+        if args.eval_steps is not None and args.eval_strategy == "no":
+            remedy = "Set eval_strategy to steps, or leave it out"
+            raise ConfigError("has no effect without eval_strategy", where="eval_steps", remedy=remedy)
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
@@ -145,15 +171,16 @@ class TrainingConfig(TrainingArguments):
         check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
-        elif args.lr_scheduler_kwargs:
+        else:
             _try_schedule(args)
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
+        self._made = True
 
-    def _is_set(self, field: Field[Any]) -> bool:
-        """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
-        return getattr(self, field.name) not in (None, field.default)
+    def unread(self) -> set[str]:
+        """The settings that have no effect beside the others. Giving one is an error, so that the record of a run leaves them out."""
+        return {each.name for each in fields(self) if unmet(self, each)}
 
     def to_dict(self) -> dict[str, Any]:
         """The settings without secrets, for trackers and the model card."""
@@ -177,7 +204,8 @@ class TrainingConfig(TrainingArguments):
 
     def shortened(self, steps: int) -> dict[str, Any]:
         """The settings of a short run with `steps` steps of every part, which saves nothing."""
-        quiet = {"save_strategy": "no", "eval_strategy": "no", "logging_steps": 1, "report_to": "none", "logging_dir": None}
+        quiet: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "eval_steps": None, "report_to": "none", "logging_dir": None}
+        quiet["logging_steps"] = 1
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
@@ -203,6 +231,11 @@ class TrainingConfig(TrainingArguments):
 
     def patterns(self) -> list[AttentionName] | None:
         """The attention patterns that the parts train; None: the model's own."""
+        return None
+
+    @property
+    def excludes_adapters(self) -> str | None:
+        """The setting with which the verb cannot train adapters; None: it can."""
         return None
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
@@ -310,13 +343,16 @@ def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
 
 
 def _try_schedule(args: TrainingArguments) -> None:
-    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule does not take: transformers makes it after the data are read."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    """Raise ConfigError for `lr_scheduler_kwargs` that the schedule lacks or does not take, before the data are read."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=args.learning_rate)
+    given = dict(args.lr_scheduler_kwargs or {})
     try:
-        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs))
+        get_scheduler(args.lr_scheduler_type, optimizer, 0, 2, scheduler_specific_kwargs=given)
     except (TypeError, ValueError) as error:
-        what = f"{args.lr_scheduler_type.value} does not take {args.lr_scheduler_kwargs}: {first_line(error)}"
-        raise ConfigError(what, where="lr_scheduler_kwargs", remedy="See transformers' documentation of this schedule") from error
+        name = args.lr_scheduler_type.value
+        what = f"{name} does not take {given}" if given else f"{name} needs arguments"
+        remedy = f"For example {SCHEDULE_NEEDS[name]}" if name in SCHEDULE_NEEDS else "See transformers' documentation of this schedule"
+        raise ConfigError(f"{what}: {first_line(error).rstrip('.')}", where="lr_scheduler_kwargs", remedy=remedy) from error
 
 
 def total_steps(args: TrainingArguments, rows: Any) -> int:

@@ -72,11 +72,19 @@ def check_settings(args: Any, is_set: Callable[[Field[Any]], bool]) -> None:
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
                 raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
-        for needed in each.metadata["needs"] if is_set(each) else ():
-            other, _, wanted = needed.partition("=")
-            there = getattr(args, other)
-            if there not in wanted.split("|") if wanted else not there:
-                raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
+        for needed in unmet(args, each) if is_set(each) else ():
+            raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
+
+
+def unmet(args: Any, field: Field[Any]) -> list[str]:
+    """The settings that a field needs and that are not set."""
+    lacking = []
+    for needed in field.metadata.get("needs", ()):
+        other, _, wanted = needed.partition("=")
+        there = getattr(args, other)
+        if there not in wanted.split("|") if wanted else not there:
+            lacking.append(needed)
+    return lacking
 
 
 def _described(needed: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import dataclasses
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +16,10 @@ from accelerate.utils import DynamoBackend
 from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
-from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.errors import NAMES_ELSEWHERE, ConfigError, TrainingError, did_you_mean, first_line
 from unmask.models.adapters import quantised
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.sharding import check_sharding
+from unmask.training.sharding import check_sharding, weight_sharding_setting
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 STOCHASTIC_ROUNDING = "bf16_stochastic_round"  # in `optim_args`: unbiased rounding of the updates of bfloat16 weights
@@ -97,14 +99,27 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
 
 
-def check_hardware_settings(args: Any, model: TrainedModel) -> None:
+def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
+    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the setting that is meant."""
+    known = inspect.signature(transformers.Trainer.__init__).parameters
+    settings = {each.name for each in dataclasses.fields(args)}
+    for name in given:
+        if name not in known:
+            near = name if name in settings else NAMES_ELSEWHERE.get(name)
+            of_args = f"It is a setting: {type(args).__name__}({near}=...), the trainer's args"
+            remedy = of_args if near in settings else did_you_mean(name, known, "Leave it out")
+            raise ConfigError("is no argument of the trainer", where=name, remedy=remedy)
+
+
+def check_hardware_settings(args: Any, model: TrainedModel, *, planned: bool = False) -> None:
     """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict, `where` names both, joined by
-    " and "."""
+    " and ". `planned`: the run is only planned here, and other processes will make it."""
     if model.quantised and not model.adapters:
-        remedy = "Train adapters (lora), or load it without quantization"
+        possible = not (args.excludes_adapters or weight_sharding_setting(args))
+        remedy = f"{'Train adapters (lora), or load' if possible else 'Load'} it without quantization"
         raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
     check_split(args, model)
-    check_sharding(args, adapters=model.adapters)
+    check_sharding(args, adapters=model.adapters, planned=planned)
     check_flash_attention(args, model)
     check_rounding(args, model)
 
@@ -116,7 +131,9 @@ def check_rounding(args: Any, model: TrainedModel) -> None:
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCHAO:
         what = f"{name} does not support {STOCHASTIC_ROUNDING}"
-        raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
+        use = f", or use optim {' or '.join(OF_TORCHAO)} and train all weights in bfloat16 (model.dtype)"
+        remedy = f"Leave optim_args out{'' if args.optimizer_offload else use}"
+        raise ConfigError(what, where="optim_args and optim", remedy=remedy)
     if model.adapters or model.dtype != torch.bfloat16:
         other, remedy = ("lora", "lora") if model.adapters else ("model.dtype", "set model.dtype to bfloat16")
         what = f"{STOCHASTIC_ROUNDING}, but no trained weight is in bfloat16"

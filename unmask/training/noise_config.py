@@ -12,13 +12,17 @@ from unmask.errors import ConfigError
 from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig
+from unmask.training.config_fields import setting
+
+OF_TIMES = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
+"""Settings of times, which exact counts have not."""
 
 
 @dataclass(kw_only=True)
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
-    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine or geometric."})
+    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine, geometric or mdlm-cosine."})
     weighting: Weighting = field(
         default="elbo",
         metadata={"help": "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},
@@ -32,18 +36,21 @@ class NoisingConfig(TrainingConfig):
             "help": "Hide exactly k of the L tokens of a group, k uniform, instead of each with a probability; weights are at most L."
         },
     )
-    cart_p: float = field(default=0.1, metadata={"help": "For weighting cart: how fast the influence of a token falls with its distance."})
+    cart_p: float = setting(0.1, "How fast the influence of a token falls with its distance", needs=("weighting=cart",))
 
     def __post_init__(self) -> None:
+        if not 0 < self.cart_p < 1:
+            raise ConfigError(f"{self.cart_p} is not between 0 and 1", where="cart_p", remedy="Use 0.1")
         super().__post_init__()
         if not self.min_time > 0:
             raise ConfigError(f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3")
-        if not 0 < self.cart_p < 1:
-            raise ConfigError(f"{self.cart_p} is not between 0 and 1", where="cart_p", remedy="Use 0.1")
-        noise = self.noise  # raises ConfigError for invalid settings
-        if self.exact_count and noise != Noise(get_schedule("linear"), NoisingConfig.min_time):
+        _ = self.noise  # raises ConfigError for invalid settings
+        if self.exact_count and not self.given.isdisjoint(OF_TIMES):
             what = "exact counts have no schedule, band of times or weighting"
             raise ConfigError(what, where="exact_count", remedy="Leave out the other noise settings, or exact_count")
+
+    def unread(self) -> set[str]:
+        return super().unread() | ({*OF_TIMES} if self.exact_count else set())
 
     @property
     def noise(self) -> Noise:

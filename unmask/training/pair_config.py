@@ -45,4 +45,5 @@ def limits(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = Fal
         block_size=lm.block_size or 1,
         truncate_prompt=args.truncate_prompt,
         truncate_completion=truncate_completion,
+        context=lm.context_length,
     )

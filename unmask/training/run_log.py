@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -17,12 +16,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from unmask.artifacts import MetricsLog, read_file, write_atomic
+from unmask.training.run_files import LOG_NAME, SHOWN, last_loss
 from unmask.training.step_timer import Phases
 
-LOG_NAME = "training_logs.json"
 SUMS_NAME = "metric_sums.json"
-SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
-"""The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
@@ -94,22 +91,6 @@ class RunLog:
     def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / LOG_NAME
         return MetricsLog(path).read() if path.exists() else []
-
-
-def numbers(lines: Iterable[Any]) -> list[dict[str, float]]:
-    """The numbers of each line of a log: null stands for one that was not finite, and a damaged log may hold anything."""
-    return [{name: value for name, value in line.items() if _is_number(value)} for line in lines if isinstance(line, dict)]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def last_loss(lines: Sequence[Mapping[str, float]]) -> float:
-    """The last loss that was logged, of a conversion in its last stage; if that ended before, the mean over its steps. NaN: none."""
-    stage = lines[-1].get("stage") if lines else None
-    losses = [line[name] for name in ("train_loss", "loss") for line in lines if name in line and line.get("stage") == stage]
-    return losses[-1] if losses else math.nan
 
 
 class RunCallback(TrainerCallback):

@@ -14,7 +14,6 @@ import copy
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import accelerate.utils.other
@@ -22,6 +21,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from transformers.integrations import HfTrainerDeepSpeedConfig
 
+from unmask.artifacts import read_file
 from unmask.errors import ConfigError, first_line, require
 
 AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
@@ -38,13 +38,13 @@ def weight_sharding_setting(args: Any) -> str | None:
     return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
 
 
-def check_sharding(args: Any, *, adapters: bool) -> None:
-    """Raise ConfigError for FSDP in one process or on CPUs, which accelerate silently ignores, and for adapters on sharded weights, which
-    could not be saved merged."""
+def check_sharding(args: Any, *, adapters: bool, planned: bool = False) -> None:
+    """Raise ConfigError for adapters on sharded weights, which could not be saved merged, and, unless the run is only `planned`, for FSDP
+    in one process or on CPUs, which accelerate silently ignores."""
     if adapters and (key := weight_sharding_setting(args)):
         remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave fsdp and deepspeed out (--recipe a40-48gb-x3-ddp)"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
-    if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+    if not planned and args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
         raise ConfigError("shards nothing in one process or on CPUs", where="fsdp", remedy=remedy)
 
@@ -58,22 +58,29 @@ def zero_preset(stage: int) -> dict[str, Any]:
 
 
 def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
-    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or models would be saved without weights.
-    """
+    """`read_deepspeed`; also raises ConfigError if DeepSpeed is not installed or not launched."""
     require("deepspeed", "deepspeed", where="deepspeed")
-    if "LOCAL_RANK" not in os.environ:
+    if not launched():
         remedy = "Start it with torchrun, accelerate launch or deepspeed, even for one process"
         raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)
+    return read_deepspeed(setting)
+
+
+def launched() -> bool:
+    """Whether a launcher started this process."""
+    return "LOCAL_RANK" in os.environ
+
+
+def read_deepspeed(setting: str | dict[str, Any]) -> dict[str, Any]:
+    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself. Raises ConfigError if there is no such
+    preset or file, or models would be saved without weights."""
     if isinstance(setting, dict):
         config = setting
     elif setting in ("zero1", "zero2", "zero3"):
         config = zero_preset(int(setting[-1]))
     else:
         try:
-            config = json.loads(Path(setting).read_text(encoding="utf-8"))
+            config = json.loads(read_file(setting))
         except (OSError, json.JSONDecodeError) as error:
             remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
             raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error

@@ -43,10 +43,12 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
         ConfigError: settings that do not work with a stream.
     """
     texts, length = text_column(dataset, args, where), row_length(lm, args)
+    ends = lm.eos_token_ids
     if args.token_cache is not None:
-        return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, where=where, max_unknown=args.max_unknown)
+        how: dict[str, Any] = {"where": where, "max_unknown": args.max_unknown, "ends": ends}
+        return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, **how)
     unknown = UnknownTokens(args.max_unknown, lazily=not isinstance(dataset, Sized))
-    make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where, unknown=unknown)
+    make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where, unknown=unknown, ends=ends)
     if isinstance(dataset, Sized):
         return list(make_rows(texts))
     if where == "eval_dataset":

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.report import Rows, print_report
+from unmask.data.report import Rows, print_report, show_rows
 from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.adapters import has_adapters, with_adapters
+from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import history, write_card
@@ -32,7 +33,7 @@ from unmask.training.distributed import alone_in, ending_workers, lockstep, rows
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
-from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
+from unmask.training.hardware_checks import compile_in_place, refuse_unknown_arguments, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
@@ -86,6 +87,7 @@ class DiffusionTrainer(Trainer):
         callbacks: list[TrainerCallback] | None = None,
         **trainer_arguments: Any,
     ):
+        refuse_unknown_arguments(args, trainer_arguments)
         lm = as_diffusion_lm(model, processing_class)
         args.choose_precision(in_float32=lm.weight_dtype == torch.float32)
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
@@ -120,6 +122,17 @@ class DiffusionTrainer(Trainer):
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
 
+    @property
+    def model(self) -> Any:
+        """The trained model. A compiled one that is assigned, `trainer.model = torch.compile(trainer.model)`, is compiled in place."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model, options = taken_apart(model)
+        if options is not None:
+            self.lm.compile(**options)
+
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
         """Convert the user's rows to the format of the collator. `where` names the dataset in errors."""
@@ -130,7 +143,10 @@ class DiffusionTrainer(Trainer):
         if dataset is None:
             return None
         check_dataset(dataset, where, streams=cls.streams)
-        return print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
+        rows = print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
+        if args.show_rows and args.should_save and where == "train_dataset" and rows is not dataset:
+            show_rows(lm.tokenizer, rows, args.show_rows)
+        return rows
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         """The views of this batch: the tokens to hide, the tokens to predict, and the weight of each."""

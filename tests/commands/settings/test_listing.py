@@ -6,16 +6,90 @@ import dataclasses
 import json
 
 import pytest
+from transformers import TrainingArguments
 
-from unmask.cli.settings import OWN_SETTINGS
-from unmask.commands.settings.listing import GROUPS, METHOD, OF_GRPO, SET_BY_RUN, grouped, matching, near_keys, settings_of_verb
+from unmask.artifacts import package_version
+from unmask.commands.settings import listing
+from unmask.commands.settings.declared import listed_settings
+from unmask.commands.settings.listing import (
+    GROUPS,
+    METHOD,
+    OF_GRPO,
+    SET_BY_RUN,
+    SETTINGS,
+    check_training,
+    grouped,
+    matching,
+    near_keys,
+    settings_of_verb,
+)
 from unmask.commands.verbs import VERBS
+from unmask.config.run import checked_fields
+from unmask.errors import ConfigError
 
 
-def test_the_file_that_help_shows_has_the_settings_of_the_configs() -> None:
-    assert json.loads(OWN_SETTINGS.read_text(encoding="utf-8")) == {verb: grouped(verb) for verb in VERBS}, (
-        "run scripts/own_settings.py, which writes it"
-    )
+@pytest.mark.skipif(
+    json.loads(SETTINGS.read_text(encoding="utf-8"))["transformers"] != package_version("transformers"), reason="lists another version"
+)
+def test_the_list_has_the_settings_of_the_configs() -> None:
+    listed = json.loads(json.dumps(listed_settings()))
+    assert json.loads(SETTINGS.read_text(encoding="utf-8")) == listed, "run scripts/list_settings.py, which writes it"
+    assert tuple(VERBS) == listing.VERBS
+
+
+def test_another_version_of_transformers_may_have_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    assert listing.fields_of_training_arguments() == fields
+    before = settings_of_verb("sft")
+    monkeypatch.setattr(listing, "package_version", lambda name: "0.0")
+    monkeypatch.setattr(listing, "fields_of_training_arguments", lambda: [*fields, "brand_new"])
+    caches = (settings_of_verb, listing._listed)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        assert {setting.key for setting in settings_of_verb("sft")} == {setting.key for setting in before} | {"training.brand_new"}
+        check_training("sft", {"brand_new": [1]})
+    finally:
+        for cache in caches:
+            cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("verb", "training"),
+    [
+        ("sft", {"lerning_rate": 1}),
+        ("sft", {"output_dir": "r"}),
+        ("sft", {"learning_rate": "abc"}),
+        ("grpo", {"num_generations": True}),
+        ("dpo", {"max_steps": 1.5}),
+        ("convert", {"max_length": None}),
+    ],
+)
+def test_a_wrong_key_or_type_gets_the_error_of_the_config_itself(verb: str, training: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as early:
+        check_training(verb, training)
+    with pytest.raises(ConfigError) as late:
+        checked_fields(VERBS[verb].config_class, training, "training", {"output_dir": "r"})
+    assert early.value.where == late.value.where and early.value.what == late.value.what
+
+
+@pytest.mark.parametrize(
+    ("verb", "training"),
+    [
+        ("sft", {"learning_rate": "1e-4", "max_steps": "3", "bf16": "true", "report_to": ["tensorboard"], "eval_strategy": "no"}),
+        ("grpo", {"method": "parity.py:Parity", "method_settings": {"a": 1}, "policy": "margin", "beta": 0}),
+        ("sft", {"logging_dir": None, "fsdp_config": {"version": 2}, "optim": "adamw_torch", "aggregation": "sequence"}),
+    ],
+)
+def test_what_the_config_takes_is_not_refused_before(verb: str, training: dict[str, object]) -> None:
+    checked_fields(VERBS[verb].config_class, training, "training")
+    check_training(verb, training)
+
+
+def test_an_unknown_word_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown aggregation 'tokn'. Use one of token, sequence") as refused:
+        check_training("sft", {"aggregation": "tokn"})
+    assert refused.value.where == "training.aggregation"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -29,11 +103,11 @@ def test_every_field_of_the_training_arguments_is_listed(verb: str) -> None:
 
 
 def test_the_groups_name_settings_that_there_are() -> None:
-    own = {verb: {name for names in grouped(verb).values() for name in names} for verb in VERBS}
+    own = {verb: {setting.name for settings in grouped(verb).values() for setting in settings} for verb in VERBS}
     assert {name for names in GROUPS.values() for name in names} <= set().union(*own.values())
     assert {name for names in OF_GRPO.values() for name in names} <= own["grpo"]
-    assert grouped("convert")[METHOD].keys() >= {"attention", "block_size", "stages"}
-    assert "block_size" in grouped("grpo")["sampling of completions"]
+    assert {setting.name for setting in grouped("convert")[METHOD]} >= {"attention", "block_size", "stages"}
+    assert "block_size" in {setting.name for setting in grouped("grpo")["sampling of completions"]}
 
 
 @pytest.mark.parametrize(

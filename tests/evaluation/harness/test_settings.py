@@ -6,7 +6,7 @@ import pytest
 
 from unmask import SamplerConfig
 from unmask.errors import ConfigError
-from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
+from unmask.evaluation.harness.settings import read_gen_kwargs, split_settings
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,3 @@ def test_settings_are_of_the_model_or_of_the_sampler():
     assert split_settings({"dtype": "float64", "steps": 4}) == ({"dtype": "float64"}, {"steps": 4})
     with pytest.raises(ConfigError, match=r"unknown option 'sample'.*'samples'"):
         split_settings({"sample": 4})
-
-
-def test_a_text_ends_before_the_first_stop_string():
-    assert cut("a. b\n\nc", ["\n\n", "."]) == "a" and cut("abc", ["d"]) == "abc" and cut("abc", []) == "abc"

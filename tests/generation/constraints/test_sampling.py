@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, configs, every_pattern, tiny
 from tests.helpers import examples, partly_slow
+from tests.serving.models import make_random
+from tests.tokenizers import tokenizer as every_kind
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation import naive, sampler
 from unmask.generation.requests import make_infill_requests
@@ -85,7 +88,7 @@ def complete_all(pattern: str, rounds: int, seed: int) -> int:
             {"policy": policy, "temperature": temperature, **rule}
             for policy in ("confidence", "margin", "entropy", "random", "left_to_right")
             for temperature in (0.0, 0.5, 1.0, 1.3)
-            for rule in ({}, {"tokens_per_step": 3}, {"steps": 1})
+            for rule in ({}, {"tokens_per_step": 3}, {"tokens_per_step": 12})
         ]
         choices += [{"threshold": 0.3, "temperature": t} for t in (0.0, 1.0)] + [{"remask": 0.4, "temperature": 1.0, "top_p": 0.5}]
         for turn in range(rounds):
@@ -278,3 +281,21 @@ def test_sequences_of_different_constraints_share_a_batch():
         tokens = expected[pattern][index]
         assert trace.canvas[: len(tokens)] == tokens
     assert json.loads(SamplerConfig(constraint=ConstraintConfig(regex="a")).model_dump_json())["constraint"]["regex"] == "a"
+
+
+@pytest.mark.parametrize("pattern", [" there.*", "[a-z ]*", "[a-z][a-z ]*", "  a.*"])
+@pytest.mark.parametrize("kind", ["bytes", "llama"])
+def test_a_space_counts_wherever_a_text_has_one(kind, pattern):
+    """After text, where no decoder drops it, and at the beginning, where some do."""
+    tokenizer = every_kind(kind)
+    word = tokenizer("the")["input_ids"][-1]
+    config = SamplerConfig(max_new_tokens=12, temperature=1.0, constraint=ConstraintConfig(regex=pattern))
+    for attention, size in (("block_causal", 4), ("bidirectional", None)):
+        lm = make_random(tokenizer, attention, size)
+        check(lm, sampler.generate(lm, ["Once upon", "", [1], [1, 2], [1, word]], config), pattern)
+    mask = tokenizer.mask_token_id
+    texts = [[1, *[mask] * 12], [1, word, *[mask] * 12], [*tokenizer("Once")["input_ids"], *[mask] * 12, word]]
+    filled = sampler.infill(lm, texts, config)
+    for text, whole in zip(texts, filled.tokens, strict=True):
+        start = text.index(mask)
+        assert re.fullmatch(pattern, text_after(tokenizer, whole[:start], whole[start : start + 12])), whole

@@ -7,8 +7,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.toy import toy
+from unmask.data.decoding import BYTES
 from unmask.errors import GenerationError
-from unmask.generation.constraints.vocabulary import BYTES, Vocabulary, read_vocabulary
+from unmask.generation.constraints.vocabulary import Vocabulary, read_vocabulary
 
 CHARACTERS = {byte: character for character, byte in BYTES.items()}
 

@@ -118,6 +118,17 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     assert generation == unreused(LocalBackend(merged(trained)).generate(PROMPTS, CONFIG, KEYS))
 
 
+def test_a_table_that_is_no_longer_the_head_is_not_sent_to_a_model_in_which_it_is(fake, tmp_path):
+    lm = tiny("gpt2")
+    trained = with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["wte"], init_lora_weights=False))
+    _, url = fake(lm)
+    backend = make_backend(to_vllm(url), lm, tmp_path)
+    with pytest.raises(GenerationError, match=r"sync: .*table and head differ.*leave table and head out of the adapters"):
+        backend.sync(merged(trained), 0)
+    backend.sync(merged(with_adapters(lm.frozen_copy(), LoraConfig(target_modules=["c_fc"], fan_in_fan_out=True))), 0)
+    backend.close()
+
+
 def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:
     with served(tiny(attention="block_causal", block_size=4)) as url:
         for lm, error in [
@@ -286,6 +297,7 @@ ADAPTERS_ELSEWHERE = [
     (LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "modules_to_save"),
     (LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}), "rank_pattern"),
     (LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 2}), "alpha_pattern"),
+    (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[4]), "trainable_token_indices"),
     (LoraConfig(target_modules=["q_proj"], bias="lora_only"), "bias"),
     (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "peft_type IA3"),
 ]

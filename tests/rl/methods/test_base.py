@@ -41,7 +41,7 @@ from unmask.rl.methods import METHODS, TokenMethod, get_method, register
 from unmask.rl.methods.base import fixed_settings, settings_of
 
 every_method = pytest.mark.parametrize("name", METHODS)
-REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "just-grpo"]
+REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "exact-gradient", "just-grpo"]
 """The methods whose views follow the sampler."""
 
 # Plans.
@@ -168,6 +168,7 @@ TABLE = {
     "trace-rl": ("population-z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "view"),
     "dipo": ("z-score", (0.2, 0.28), "token", None, "token"),
     "agrpo": ("r-mean", None, None, None, "constant"),
+    "exact-gradient": ("leave-one-out", None, None, None, "constant"),
     "just-grpo": ("z-score", None, None, None, "constant"),
 }
 OTHERS = {
@@ -175,10 +176,12 @@ OTHERS = {
     "diffu-grpo": {"prompt_mask_rate": 0.15},
     "spg": {"samples": 2, "eubo_beta": 1.5, "eubo_share": 0.5},
     "espo": {"samples": 1},
-    "bgpo": {"samples": 16, "dual_clip": 3.0},
+    "bgpo": {"samples": 16, "dual_clip": 3.0, "epsilon": None},
     "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
     "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
     "agrpo": {"samples": 8},
+    "exact-gradient": {"policy": "random", "beyond_eos": "learnt"},
+    "step-merge": {"prompt_mask_rate": 0.0},
     "just-grpo": {"drop_equal_groups": True},
     "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
@@ -210,7 +213,8 @@ def test_the_settings_of_a_method_are_those_of_the_table(name):
     assert args.needs_reference == (name in ("coupled-grpo", "espo"))
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
-    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9]} | ({"epsilon": 0.125} if "epsilon" in settings_of(get_method(name)) else {})
+    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9], "epsilon": 0.125}
+    given = {key: value for key, value in given.items() if key in settings_of(get_method(name)).keys() - fixed_settings(get_method(name))}
     assert {setting: getattr(config(name, **given), setting) for setting in given} == given  # what is given is taken
 
 
@@ -221,7 +225,7 @@ def test_a_method_makes_as_many_views_as_the_table_says(name):
     last = 1 + max(max(trace.steps) for trace in generation.trace)
     tokens = int(rollout.completion_BT.sum(1).max())
     expected = {"coupled-grpo": 3, "spg": 2, "espo": 2, "gdpo": 3, "bgpo": 16, "just-grpo": tokens, "agrpo": min(8, steps)}
-    expected |= dict.fromkeys(["cj-grpo", "trace-rl", "dipo"], steps)
+    expected |= dict.fromkeys(["cj-grpo", "trace-rl", "dipo", "exact-gradient"], steps)
     expected["step-merge"] = min(4, last)
     assert plan(name, rollout).count == expected.get(name, 1)
 
@@ -287,6 +291,7 @@ TOKEN_LOSSES = {
     "dipo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28, clamp=10.0)),
     "wd1": lambda batch, args: over_completions(batch, log_probs, lambda c: 1),
     "agrpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
+    "exact-gradient": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
     "just-grpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
 }
 

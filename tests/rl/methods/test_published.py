@@ -36,6 +36,10 @@ CASES: dict[str, dict[str, Any]] = {
     "espo": {"beyond_eos": "learnt", "samples": 2},
     "cj-grpo": {"beyond_eos": "learnt"},
     "just-grpo": {"beyond_eos": "learnt"},
+    "agrpo": {"beyond_eos": "learnt", "aggregation": "step", "samples": 2},
+    "step-merge": {"prompt_mask_rate": 0.5, "segments": 3},
+    "bgpo": {"beyond_eos": "learnt", "samples": 4},
+    "gdpo": {"beyond_eos": "learnt", "advantage": "z-score", "method_settings": {"exact_counts": False}},
     "trace-rl, llada": {"beyond_eos": "learnt", "aggregation": "view"},
     "trace-rl, sdar": {"beyond_eos": "learnt", "aggregation": "view-constant", "log_ratio_clamp": 10.0},
 }
@@ -59,29 +63,32 @@ class Injected:
 
     rows_before_B = None
 
-    def __init__(self, hidden_BMT: Tensor, rate: float, samples: int):
-        self.hidden_BMT, self.rate, self.samples, self.key_B = hidden_BMT, rate, samples, torch.arange(BATCH)
+    def __init__(self, name: str, record: dict[str, Any], hidden_BMT: Tensor, samples: int):
+        self.name, self.hidden_BMT, self.samples, self.key_B = name, hidden_BMT, samples, torch.arange(BATCH)
+        self.rate, self.drawn = record.get("rate", 0.5), record.get("drawn")
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
+        if stream == Stream.ORDER:  # of AGRPO's steps
+            return torch.tensor([[([*drawn, step]).index(step) for step in range(views)] for drawn in self.drawn], dtype=torch.float64)
         assert stream == Stream.TIME
         return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)  # coupled-GRPO's fraction
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
-        if stream == Stream.TIME:  # ESPO's counts, each in the middle of its stratum
-            size = LENGTH - PROMPT + 1
+        if stream == Stream.TIME:  # counts, each in the middle of its stratum: ESPO's from 0, BGPO's from 1
+            size, first = (LENGTH - PROMPT + 1, 0) if self.name == "espo" else (LENGTH - PROMPT, 1)
             count_BM = self.hidden_BMT[:, : self.samples, PROMPT:].sum(2)
-            time_BM = (count_BM + 0.5) / size * self.samples - torch.arange(self.samples)
+            time_BM = (count_BM - first + 0.5) / size * self.samples - torch.arange(self.samples)
             return time_BM[:, :, None].expand(-1, -1, LENGTH).double()
-        partial_BMT = self.hidden_BMT[:, 1:2] if self.hidden_BMT.shape[1] == 3 else self.hidden_BMT[:, :views]
+        partial_BMT = self.hidden_BMT[:, 1:2] if self.name == "coupled-grpo" else self.hidden_BMT[:, :views]
         return torch.where(partial_BMT, 0.1, 0.9).double()
 
 
-def views_of(name: str, rollout: Rollout, hidden_BMT: Tensor, args: Any, rate: float) -> Views:
+def views_of(name: str, rollout: Rollout, hidden_BMT: Tensor, args: Any, record: dict[str, Any]) -> Views:
     """The method's own plan; of SPG, which draws blocks by permutations, the published masks as they are."""
     if name == "spg":
         target_BMT = hidden_BMT & rollout.completion_BT[:, None]
         return Views(hidden_BMT, target_BMT, target_BMT / target_BMT.sum(2, keepdim=True))
-    draw: Any = Injected(hidden_BMT, rate, args.samples)
+    draw: Any = Injected(name, record, hidden_BMT, args.samples)
     return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, args.beyond_eos)
 
 
@@ -95,7 +102,7 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     args.max_completion_length = LENGTH - PROMPT
     rollout, hidden_BMT = made(record), torch.tensor(record["hidden"]).bool().transpose(0, 1)
     rollout = rollout.whole() if args.beyond_eos == "learnt" else rollout
-    views = views_of(name, rollout, hidden_BMT, args, record.get("rate", 0.5))
+    views = views_of(name, rollout, hidden_BMT, args, record)
     assert torch.equal(views.hidden_BMT, hidden_BMT)  # the published masks, by our plan
 
     advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.advantage)
@@ -110,8 +117,9 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
         scored(IDS_BT, head_DK, views), old_BMT, reference_BMT, rollout, views, advantage_B[:, None].double(), token_weight_BT.double()
     )
     loss = args.build_method().loss(scores).total / count_items(learnt_BT, args.aggregation, unit_BT)
-    loss = loss * BATCH if name == "wd1" else loss  # published as a sum over the group
+    # Published as a sum over the group; as a sum over the two tokens of a step.
+    loss = loss * {"wd1": BATCH, "agrpo": 2}.get(name, 1)
     loss.backward()
     torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
-    if record["loss"] is not None:  # just-grpo's function returns none
+    if record["loss"] is not None:  # those of just-grpo and agrpo return none
         assert loss.item() == pytest.approx(record["loss"], rel=2e-6, abs=1e-7)

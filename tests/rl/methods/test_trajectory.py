@@ -8,19 +8,27 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
+import unmask
+from benchmarks import policy_gradient
 from tests.generation.tiny_models import every_pattern
 from tests.helpers import examples
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
+from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import view_log_probs
+from unmask.errors import ConfigError
 from unmask.rl.losses import token_weights
-from unmask.rl.methods import LossInputs
+from unmask.rl.methods import LossInputs, get_method
 from unmask.rl.rollout import learnable
+
+ROOT = Path(__file__).parents[3]
 
 
 def scores_of(lm, rollout, views, chunk=None):
@@ -76,6 +84,8 @@ def sets(views, row):
 def test_scores_are_the_log_probs_of_the_sampler(attention, block_size, logit_shift, policy, steps, decoding_block, stop_at_eos, chunk):
     lm = stopping(attention, block_size, logit_shift)
     decoding_block = decoding_block if attention == "bidirectional" else None
+    unit = {"causal": 1, "block_causal": block_size}.get(attention, decoding_block or LENGTH)
+    steps = steps and max(steps, math.ceil(LENGTH / unit))  # every block takes one
     generation, rollout = rollout_of(lm, policy=policy, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos)
     views = plan("cj-grpo", rollout)
     rows = [replayed(rollout, row, within(rollout, row)) for row in range(len(PROMPTS))]
@@ -111,7 +121,7 @@ def test_steps_are_merged_in_stretches(name, more, attention, block_size):
             stretches = [list(range(at, min(at + more["shrink"], count))) for at in range(0, count, more["shrink"])]
         else:  # as equal as possible
             number = min(more["segments"], count)
-            cuts = [math.ceil(part * count / number) for part in range(number + 1)]
+            cuts = [math.floor(part * count / number) for part in range(number + 1)]
             stretches = [list(range(*cut)) for cut in itertools.pairwise(cuts)]
             assert max(map(len, stretches)) - min(map(len, stretches)) <= 1 and min(map(len, stretches)) >= 1
         place = {step: index for index, stretch in enumerate(stretches) for step in stretch}
@@ -259,3 +269,103 @@ def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
     assert shown_BMT.any() and not (views.target_BMT & rollout.beyond_BT[:, None]).any()
     fewer = replace(rollout, step_BT=torch.where(rollout.beyond_BT, -1, rollout.step_BT))
     assert not (rollout.beyond_BT[:, None] & ~plan("cj-grpo", fewer).hidden_BMT).any()
+
+
+# The gradient of the expected reward, on models whose samples are all listed.
+
+KINDS = {"bidirectional": ("bidirectional", None), "blocks of two": ("block_causal", 2), "token by token": ("causal", None)}
+STEPS = {"one token a step": {}, "two tokens a step": {"tokens_per_step": 2}, "the whole canvas": {"stop_at_eos": False}}
+
+
+def listed(kind="bidirectional", temperature=1.0, **sampler):
+    """A model, its paths under a sampler, random rewards, and the gradient of their mean."""
+    lm = policy_gradient.toy(0, *KINDS[kind])
+    paths = policy_gradient.enumerate_paths(lm, SamplerConfig(temperature=temperature, **sampler))
+    reward_B = paths.reward(1)
+    return lm, paths, reward_B, policy_gradient.exact_gradient(lm, paths, reward_B)
+
+
+def error(method, lm, paths, reward_B, exact):
+    return policy_gradient.difference(exact, policy_gradient.expected_gradient(lm, method, paths, reward_B))
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "more"),
+    [
+        ("bidirectional", "confidence", {"tokens_per_step": 2}),
+        ("bidirectional", "entropy", {}),
+        ("bidirectional", "random", {"block_size": 1}),
+        ("blocks of two", "confidence", {}),
+        ("token by token", "left_to_right", {}),
+    ],
+)
+def test_the_listed_paths_are_those_of_the_sampler(kind, policy, more):
+    lm, paths, *_ = listed(kind, policy=policy, **more)
+    config = SamplerConfig(temperature=1.0, max_new_tokens=policy_gradient.LENGTH, policy=policy, trace=True, batch_size=500, **more)
+    count, start = 1500, len(policy_gradient.PROMPT)
+    generation = unmask.generate(lm, [policy_gradient.PROMPT] * count, config)
+    rows = zip(paths.rollout.ids_BT[:, start:].tolist(), paths.rollout.step_BT[:, start:].tolist(), strict=True)
+    number = {tuple(ids + steps): index for index, (ids, steps) in enumerate(rows)}
+    sampled = torch.tensor([number[tuple(trace.canvas + trace.steps)] for trace in generation.trace])
+    expected = paths.probability_B.detach() * count
+    seen = torch.zeros_like(expected).index_add(0, sampled, torch.ones(count, dtype=torch.float64))
+    often = expected >= 5  # the others count as one
+    pairs = [torch.cat([values[often], values[~often].sum()[None]]).numpy() for values in (seen, expected)]
+    assert stats.chisquare(*pairs).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("policy", ["confidence", "entropy", "random"])
+def test_the_exact_gradient_is_the_slope_of_the_expected_reward(policy):
+    lm, _, reward_B, exact = listed(policy=policy)
+    parameters, size, means = list(lm.model.parameters()), 1e-6, []
+    direction = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    start = torch.nn.utils.parameters_to_vector(parameters).detach()
+    for sign in (1, -1):
+        torch.nn.utils.vector_to_parameters(start + sign * size * direction, parameters)
+        paths = policy_gradient.enumerate_paths(lm, SamplerConfig(temperature=1.0, policy=policy))
+        means.append((paths.probability_B * reward_B).sum().item())
+    assert (means[0] - means[1]) / (2 * size) == pytest.approx((exact @ direction).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("policy", ["random", "left_to_right", "margin", "entropy"])
+def test_the_gradient_is_exact_where_the_order_does_not_depend_on_the_drawn_tokens(kind, steps, policy):
+    assert error(get_method("exact-gradient")(), *listed(kind, policy=policy, **STEPS[steps])) < 1e-9
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_the_gradient_is_exact_by_decoding_blocks(block_size):
+    assert error(get_method("exact-gradient")(), *listed(policy="random", block_size=block_size)) < 1e-9
+
+
+def test_the_gradient_is_biased_where_it_does_or_where_tokens_after_the_end_are_left_out():
+    assert error(get_method("exact-gradient")(), *listed(policy="confidence")) > 0.05
+    assert error(get_method("agrpo")(), *listed(policy="random")) > 0.01
+    assert error(get_method("agrpo")(), *listed(policy="left_to_right")) < 1e-9  # what comes after the end is drawn later
+
+
+def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
+    names = ("exact-gradient", "agrpo", "agrpo`, `beyond_eos: learnt", "just-grpo")
+    made = policy_gradient.table({name: policy_gradient.methods()[name] for name in names}, range(1))
+    docs = (ROOT / "docs" / "rl.md").read_text().splitlines()
+    assert set(made[:2]) <= set(docs)
+    for line in made[2:]:
+        cells, written = line.split(" | "), next(row for row in docs if row.startswith(line.split(" | ")[0] + " | ")).split(" | ")
+        assert [cell.strip(" |") == "0" for cell in cells] == [cell.strip(" |") == "0" for cell in written]
+
+
+def test_the_exact_gradient_is_one_setting():
+    args = config("exact-gradient")
+    assert (args.policy, args.beyond_eos, args.aggregation, args.advantage) == ("random", "learnt", "constant", "leave-one-out")
+    for name, value in {"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"}.items():
+        with pytest.raises(ConfigError) as raised:
+            config("exact-gradient", **{name: value})
+        assert raised.value.where == name
+
+
+def test_a_causal_model_takes_the_exact_gradient_as_it_is():
+    """Nothing after the end has a part in it, and its order is fixed."""
+    config("exact-gradient").refuse_for_causal_models()
+    with pytest.raises(ConfigError, match="beyond_eos"):
+        config("cj-grpo", beyond_eos="learnt").refuse_for_causal_models()

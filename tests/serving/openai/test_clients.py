@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from typing import Literal
 
 import jsonschema
 import openai
+import pydantic
 import pytest
 
 import unmask
@@ -117,6 +119,20 @@ def test_json_that_fits_a_schema(client):
         model="tiny", messages=QUESTION, max_tokens=24, temperature=1.0, seed=1, response_format={"type": "json_object"}
     )
     assert isinstance(json.loads(free.choices[0].message.content), dict)
+
+
+class Kept(pydantic.BaseModel):
+    kind: Literal["cat"]
+
+
+@pytest.mark.parametrize("tokens, text", [(14, '{"kind":"cat"}'), (15, None)])
+def test_json_that_fills_its_tokens_is_whole(client, tokens, text):
+    """The client throws away what ended by its length."""
+    answer = client.chat.completions.parse(
+        model="tiny", messages=QUESTION, max_tokens=tokens, temperature=1.0, seed=3, response_format=Kept
+    )
+    assert answer.choices[0].message.parsed == Kept(kind="cat") and answer.choices[0].finish_reason == "stop"
+    assert text is None or answer.choices[0].message.content == text
 
 
 @partly_slow("stream", [False, True], 1)

@@ -35,28 +35,9 @@ def test_what_may_become_a_stop_string_is_held_back():
     assert [text.grow("a <e", done=False), text.grow("a <e b", done=False)] == ["a ", "<e b"]
 
 
-def test_half_a_character_is_held_back_until_it_is_whole_or_nothing_follows():
-    text = CommittedText([])
-    assert [text.grow("a\ufffd\ufffd", done=False), text.grow("aé", done=False)] == ["a", "é"]
-    assert CommittedText([]).grow("a\ufffd", done=True) == "a\ufffd"
-
-
-def test_what_a_tokenizer_cleans_up_is_held_back():
-    text = CommittedText([], cleans_up=True)
-    released = [text.grow(whole, done=done) for whole, done in (("do n", False), ("don't", False), ("don't know", True))]
-    assert "".join(released) == "don't know"
-
-
 def test_text_that_a_decoder_changes_later_is_not_lost():
     text = CommittedText([])
     assert [text.grow("ab ", done=False), text.grow("aB cd", done=False), text.grow("aB cdef", done=True)] == ["ab ", "cd", "ef"]
-
-
-def test_a_stop_string_is_searched_in_what_does_not_change_any_more():
-    text = CommittedText([" ."], cleans_up=True)
-    assert text.grow("ab .cdef", done=False) == "ab" and text.stop == (2, 4)
-    text = CommittedText([" ."], cleans_up=True)
-    assert text.grow("ab .", done=False) + text.grow("ab.cd", done=True) == "ab.cd" and text.stop is None
 
 
 def test_the_token_that_completes_a_stop_string():

@@ -103,6 +103,8 @@ REFUSED = [
     ("completions", TEXT | {"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ("completions", TEXT | {"best_of": 2}, "best_of", "is not supported, except 1"),
     ("completions", TEXT | {"suffix": "b", "echo": True}, "echo", "no meaning"),
+    ("completions", TEXT | {"max_tokens": 0}, "max_tokens", "0 tokens are no answer"),
+    ("completions", TEXT | {"max_tokens": 0, "suffix": "b", "echo": True}, "max_tokens", "0 tokens are no answer"),
     ("completions", TEXT | {"suffix": "b", "prompt": ["a", "b"]}, "prompt", "needs one prompt"),
     ("edit/completions", {"messages": [{"role": "user", "content": "a"}]}, "messages.0.content", "Mark one region"),
     ("edit/completions", {"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools", "is not supported. Leave it out."),

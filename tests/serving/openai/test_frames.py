@@ -79,10 +79,10 @@ def test_the_canvas_of_a_text_with_gaps_is_the_whole_text(service):
     asked = {"text": f"ab{mask}{mask}cd{mask}", "temperature": 1.0, "seed": 2}
     chunks = stream(service(), "infill", **asked, diffusion={"stream": "frames"})
     first = chunks[0]["diffusion"]["canvas"]["tokens"]
-    assert first == ["<s>", "a", "b", None, None, "c", "d", None]
+    assert first == ["", "a", "b", None, None, "c", "d", None]
     canvas, text, last, _ = replayed(chunks)
     [expected] = unmask.infill(lm, [asked["text"]], SamplerConfig(temperature=1.0, seed=2)).texts
-    assert "".join(canvas[1:]) == text == last["text"] == expected
+    assert "".join(canvas) == text == last["text"] == expected
     assert last["tokens_per_pass"] == 3 / last["forward_passes"]  # what was given is not counted
 
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import random
+import time
 from collections import Counter
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.serving.models import make_model, model
 from tests.serving.openai.asking import answer, app_of, idle, post
 from tests.serving.servers import http_get, http_post, served
 from unmask.config.run import SamplerConfig
-from unmask.serving.app import AppSettings
+from unmask.serving.app import AppSettings, make_app
 from unmask.serving.limits import Limits
 from unmask.serving.openai.requests import DiffusionSettings
 from unmask.serving.scheduler import Scheduler
@@ -159,6 +160,68 @@ def test_mutated_bodies_are_answered_or_refused(count, growth, service):
         assert idle(scheduler) and scheduler.healthy
         [choice] = answer(scheduler, "completions", prompt="ab", max_tokens=5, seed=1)["choices"]
         assert choice["text"] == unmask.generate(model(*pattern), ["ab"], SamplerConfig(max_new_tokens=5, seed=1)).texts[0]
+
+
+REPEATED = [
+    ";a:",
+    "(",
+    "[",
+    "[[:",
+    "\\",
+    "http://a:",
+    "-eyJ",
+    "\n",
+    "<gap>",
+    "<s>",
+    "```\n",
+    "<tool_call>{",
+    '{"a":',
+    "<|code_to_edit|>",
+    "9",
+    "a ",
+    "😀",
+]
+UNNAMED: dict[str, list[tuple]] = {
+    "chat/completions": [
+        *(("diffusion", "constraint", name) for name in ("regex", "grammar", "json_schema")),
+        *(("messages", 0, name) for name in ("name", "tool_call_id", "role")),
+        *(("tools", 0, "function", "parameters", "properties", "a", name) for name in ("pattern", "$ref", "format", "const", "type")),
+        *(("diffusion", "version"), ("tool_choice",), ("logit_bias",), ("response_format", "type"), ("x",)),
+    ],
+    "completions": [("suffix",), ("diffusion", "stream"), ("stop",), ("diffusion", "constraint", "choice")],
+    "infill": [("gap_mark",), ("lengths",)],
+}
+"""Places of values that the bodies have not."""
+
+
+def put(body: Any, path: tuple, value: Any) -> Any:
+    """The body with a value at a place."""
+    body = copy.deepcopy(body)
+    at = body
+    for key in path[:-1]:
+        at = at[key] if isinstance(at, list) else at.setdefault(key, {})
+    at[path[-1]] = value
+    return body
+
+
+@pytest.mark.parametrize(
+    "size, count",
+    [(30_000, 60), pytest.param(60_000, 400, marks=pytest.mark.slow), pytest.param(400_000, 4000, marks=pytest.mark.nightly)],
+)
+def test_a_long_text_in_any_field_takes_a_time_that_its_length_bounds(size, count, service):
+    """With a log of requests, which masks secrets. Where the time grew with the square of the length, 60,000 took 10 seconds and more."""
+    draw, app, slow = random.Random(count), make_app(service(), AppSettings(Limits(compile_seconds=3), log_requests=True)), {}
+    asked = []
+    for route, body in ((route, {"model": "tiny", **body}) for route, bodies in BODIES.items() for body in bodies):
+        unnamed = [place for place in UNNAMED.get(route, []) if place[0] != "tools" or "tools" in body]
+        asked += [(route, body, place, unit) for place in [*places(body), *unnamed] if place for unit in REPEATED]
+    for route, body, place, unit in draw.sample(asked, min(count, len(asked))):
+        begin = time.process_time()
+        response = asyncio.run(post(app, route, put(body, place, unit * (size // len(unit)))))
+        assert response.status_code in {*ALLOWED, 413}, (route, place, unit, response.text[:500])
+        if (seconds := time.process_time() - begin) > 0.1 + size / 40_000:
+            slow[route, place, unit] = seconds
+    assert not slow
 
 
 def narrowed(schema: Any) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import threading
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +18,9 @@ from tests.serving.models import make_byte_model, make_model, model
 from tests.serving.openai.asking import answer, app_of, ask, chunks_of, get, idle, post, stream
 from tests.serving.servers import running
 from unmask.config.run import SamplerConfig
+from unmask.data.encoding import encode_prompt
 from unmask.generation.gap_lengths import find_lengths
+from unmask.generation.prompt_log_probs import prompt_log_probs
 from unmask.generation.requests import without_ends
 
 BLOCKS = ("block_causal", 4)
@@ -156,6 +160,60 @@ def test_prompts_of_ids_are_shown_as_text_that_is_decoded_beside_the_event_loop(
     assert threads and threading.main_thread() not in threads
 
 
+@pytest.mark.parametrize("pattern", [BOTH_SIDES, BLOCKS, ("causal", None)], ids=str)
+def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(pattern, service):
+    scheduler, lm = service(*pattern), model(*pattern)
+    ids = lm.tokenizer("def f", add_special_tokens=False)["input_ids"]
+    expected = [prompt_log_probs(lm, some, 2, lambda part: part()) for some in (ids, ids[:2])]
+    asked = {"prompt": [ids, ids[:2]], "echo": True, "logprobs": 2, "n": 2, "seed": 0}
+    written = answer(scheduler, "completions", **asked | {"echo": False, "max_tokens": 4})["choices"]
+    for count in (0, 1, 4):
+        whole = answer(scheduler, "completions", **asked, max_tokens=count)
+        assert whole["usage"]["prompt_tokens"] == 7 and (count == 0) == (whole["usage"]["completion_tokens"] == 0)
+        for choice, prompt, alone in zip(whole["choices"], [one for one in expected for _ in range(2)], written, strict=True):
+            text, found, size = lm.tokenizer.decode(prompt.tokens), choice["logprobs"], len(prompt.tokens)
+            assert choice["text"][: len(text)] == text and found["text_offset"][:size] == list(range(size))
+            assert found["tokens"][:size] == list(text) and found["token_logprobs"][:size] == prompt.log_probs
+            shown = [each and {lm.tokenizer.decode([token]): value for token, value in each} for each in prompt.top]
+            assert found["top_logprobs"][:size] == shown and shown[0] is None
+            if count == 4:
+                assert found["token_logprobs"][size:] == alone["logprobs"]["token_logprobs"]
+                assert found["top_logprobs"][size:] == alone["logprobs"]["top_logprobs"] and choice["text"] == text + alone["text"]
+            if count == 0:
+                assert choice["text"] == text and len(found["tokens"]) == size and choice["finish_reason"] == "length"
+        last = [chunk["choices"][0] for chunk in stream(scheduler, "completions", **asked, max_tokens=count)]
+        closed = {each["index"]: each["logprobs"] for each in last if each["finish_reason"]}
+        assert closed == {each["index"]: each["logprobs"] for each in whole["choices"]}
+
+
+def test_the_beginning_that_the_tokenizer_adds_is_no_part_of_an_echoed_text(of_bytes):
+    scheduler, lm = of_bytes
+    choice = answer(scheduler, "completions", prompt="the cat", echo=True, logprobs=0, max_tokens=0)["choices"][0]
+    ids, found = encode_prompt(lm.tokenizer, "the cat"), choice["logprobs"]
+    assert choice["text"] == "the cat" and len(found["token_logprobs"]) == len(ids) and found["top_logprobs"] is None
+    given = found["tokens"][ids[:1] == [lm.tokenizer.bos_token_id] :]
+    assert "".join(given) == "the cat" and found["text_offset"][0] == 0 and found["text_offset"][-1] == 7 - len(given[-1])
+
+
+def test_lm_eval_scores_the_choices_of_a_question_by_a_server(service):
+    """By its own payload and its own reading of the answer; the numbers are those of the library."""
+    api = pytest.importorskip("lm_eval.models.openai_completions", reason="needs lm-eval").LocalCompletionsAPI
+    for pattern in (("causal", None), BOTH_SIDES):
+        scheduler, lm = service(*pattern), model(*pattern)
+        context, choices = [7, 8, 9], [[10], [11, 12], [13, 14, 15]]
+        asked = [context + choice for choice in choices]
+        payload = api._create_payload(SimpleNamespace(model="tiny"), asked)
+        found = api.parse_logprobs(answer(scheduler, "completions", **payload), asked, [len(context)] * 3)
+        expected = [prompt_log_probs(lm, ids, 1, lambda part: part()) for ids in asked]
+        assert [value for value, _ in found] == pytest.approx([math.fsum(each.log_probs[3:]) for each in expected], abs=1e-5)
+        assert [greedy for _, greedy in found] == [
+            all(most[0][0] == token for most, token in zip(each.top[3:], each.tokens[3:], strict=True)) for each in expected
+        ]
+        if lm.autoregressive:
+            scored = unmask.log_likelihood(lm, [context] * 3, choices)
+            assert [value for value, _ in found] == pytest.approx(scored.tolist(), abs=1e-4)
+
+
 def test_biases_forbid_and_allow_tokens(service):
     text = answer(service(), "completions", prompt="ab", max_tokens=12, diffusion={"stop_at_eos": False})["choices"][0]["text"]
     [token] = model().tokenizer.encode(text[0], add_special_tokens=False)
@@ -255,6 +313,15 @@ def test_an_edit_answers_the_region_in_a_fence(service):
         assert found["object"] == "edit.completion" and found["id"].startswith("editcmpl-")
         seen.add(found["choices"][0]["message"]["content"])
     assert len(seen) > 1 and seen <= {f"```\ny = {number}\n\n```" for number in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("pattern, finish", [("[ab]{8}", "stop"), ("[ab]*", "stop"), (None, "length")])
+def test_a_text_that_fills_its_tokens_is_whole_if_it_meets_a_constraint(pattern, finish, service):
+    asked = {"prompt": "ab", "max_tokens": 8, "temperature": 1.0, "seed": 1, "diffusion": {"forbidden_tokens": [model().eos_token_id]}}
+    asked["diffusion"] |= {"constraint": {"regex": pattern}} if pattern else {}
+    found = answer(service(), "completions", **asked)
+    assert found["usage"]["completion_tokens"] == 8 and found["choices"][0]["finish_reason"] == finish
+    assert stream(service(), "completions", **asked)[-1]["choices"][0]["finish_reason"] == finish
 
 
 def test_calls_that_the_model_chooses_to_make(service):

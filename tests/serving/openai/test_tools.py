@@ -12,6 +12,8 @@ from tests.serving.models import model
 from unmask.errors import GenerationError
 from unmask.models.chat_template import TEMPLATES
 from unmask.serving.openai import tools
+from unmask.serving.openai.chat import template_messages
+from unmask.serving.openai.requests import Message
 from unmask.serving.openai.tools import HERMES, Call, CallFormat, CallReader, call_format, check_renders_tools
 
 LLAMA = CallFormat("", "", "parameters")
@@ -48,7 +50,13 @@ TEXTS = [
     (HERMES, "a < b, <tool", ["a < b, <tool"]),
     (HERMES, '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', [("f", "{}")]),
     (HERMES, '<tool_call>{"name": "f", "arguments": {"t": "é</tool_call>"}}</tool_call>', [("f", '{"t": "é</tool_call>"}')]),
+    (HERMES, '<tool_call>{"name": "f"}</tool_call>', [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [("f", "{}")]),
+    (HERMES, '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>', [("f", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', ['<tool_call>{"name": "f", "arguments": [1]}</tool_call>']),
     (LLAMA, '{"name": "f", "parameters": {}}', [("f", "{}")]),
+    (LLAMA, '{"name": "f"}', [("f", "{}")]),
     (LLAMA, ' {"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', [" ", ("f", "{}"), '; {"name": "f", "parameters": {}}']),
     (LLAMA, 'so {"name": "f", "parameters": {}}', ['so {"name": "f", "parameters": {}}']),
     (MISTRAL, '[{"name": "f", "arguments": {}}]', [("f", "{}")]),
@@ -120,6 +128,17 @@ def test_a_template_that_renders_no_tools_is_refused(monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATES["simple"])
     with pytest.raises(GenerationError, match="tools: the model's chat template does not render tools"):
         check_renders_tools(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "arguments, read",
+    [("", {}), (" \n", {}), ("null", {}), ("{}", {}), ('{"a": null}', {"a": None}), ("[1]", "[1]"), ('{"a"', '{"a"'), (None, {})],
+)
+def test_a_template_gets_the_arguments_of_a_call_as_an_object(arguments, read):
+    given = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [{"id": "c", "function": given}]})
+    [rendered] = template_messages([message])
+    assert rendered["tool_calls"][0]["function"] == {"name": "f", "arguments": read}
 
 
 def test_a_call_as_clients_read_it():

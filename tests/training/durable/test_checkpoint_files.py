@@ -243,3 +243,18 @@ def test_a_fifo_in_a_checkpoint_is_a_fault_and_hangs_nothing(tmp_path):
         os.mkfifo(folder / name)
         assert fault(folder) == f"{name} is not a file"
         assert steps_done(folder) is None
+
+
+@pytest.mark.parametrize(
+    "name", ["scaler.pt", "optimizer.bin", "rng_state_1.pth", "rollouts-1.pt", "default/adapter_model.bin", "pytorch_model.bin"]
+)
+def test_a_file_beside_those_of_the_list_is_a_fault(name, tmp_path):
+    """transformers reads some by their names."""
+    with written_whole(tmp_path / "checkpoint-1", writes=True, listed=True) as unfinished:
+        (unfinished / "model.safetensors").write_bytes(b"weights")
+    folder = tmp_path / "checkpoint-1"
+    (folder / ".DS_Store").write_bytes(b"")
+    assert fault(folder) is None
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"")
+    assert fault(folder) == f"{name} is not in {FILE_LIST}"

@@ -71,7 +71,7 @@ def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, co
         stopped = unmask(*command(verb, model, tmp_path / "run", *more))
     assert stopped.exit_code == code, stopped.output
     assert "Resume with: " in stopped.output and "Traceback" not in stopped.output
-    assert (" of stage-1, checkpoint saved" in stopped.output) == (moment == "amid a stage")
+    assert (" (in stage-1), checkpoint saved" in stopped.output) == (moment == "amid a stage")
     assert (tmp_path / "run" / checkpoint / "optimizer.pt").is_file() and not (tmp_path / "run" / "model").exists()
     resumed = unmask(*command(verb, model, tmp_path / "run", *more), "--resume")
     assert resumed.exit_code == 0, resumed.output

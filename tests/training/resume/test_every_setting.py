@@ -26,7 +26,7 @@ from unmask.supervised.sft import SFTConfig
 from unmask.training.config import UNRECORDED
 from unmask.training.resume.record import RunRecord
 from unmask.training.resume.stock_settings import ANOTHER_RUN, NEUTRAL, TAKES_EFFECT
-from unmask.training.run_log import LOG_NAME
+from unmask.training.run_files import LOG_NAME
 
 CONFIGS = {"pretrain": PretrainConfig, "convert": ConvertConfig, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
 EVAL = {"eval_strategy": "steps", "eval_steps": 2}
@@ -80,7 +80,7 @@ FIRST: dict[str, dict[str, Any]] = {
 SECOND: dict[str, Any] = {
     **{"learning_rate": 5e-3, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 5},
     **{"max_steps": 8, "num_train_epochs": 4.0, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 1e-2},
-    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "no", "eval_steps": 1},
+    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "epoch", "eval_steps": 1},
     **{"eval_delay": 6, "save_strategy": "no", "save_steps": 3, "save_total_limit": 1, "optim": "sgd", "data_seed": 4},
     **{"metric_for_best_model": "runtime", "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "report_to": "tensorboard"},
     **{"include_num_input_tokens_seen": "all", "log_level": "error", "run_name": "x", "eval_accumulation_steps": 1},

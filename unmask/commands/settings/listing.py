@@ -1,23 +1,29 @@
-"""All settings of a training verb: those of its sections, its own under `training`, and those of `transformers.TrainingArguments`."""
+"""All settings of a training verb: those of its sections, its own under `training`, and those of `transformers.TrainingArguments`.
+
+`settings.json` has those under `training`, since reading them from the configs would import torch, which takes seconds.
+`scripts/list_settings.py` writes it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import difflib
-from collections.abc import Iterable, Iterator
-from dataclasses import MISSING, Field
+import functools
+import importlib.util
+import json
+import operator
+import re
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import cache
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Any
 
-from transformers import TrainingArguments
+from unmask.artifacts import package_version
+from unmask.config.listing import Setting, settings_of
+from unmask.config.run import RunConfig, checked, refuse_unknown
+from unmask.errors import NAMES_ELSEWHERE, ConfigError
 
-from unmask.commands.verbs import VERBS
-from unmask.config.listing import Setting, one_line, plain_default, settings_of, type_name
-from unmask.config.run import RunConfig
-from unmask.errors import NAMES_ELSEWHERE
-from unmask.training.config import TrainingConfig
-
+SETTINGS = Path(__file__).with_name("settings.json")
 SET_BY_RUN = ("output_dir", "data_source", "resume_from_checkpoint")
 """Fields of TrainingArguments that belong to a launch, not to the section `training`."""
 METHOD = "method"
@@ -49,45 +55,67 @@ OF_GRPO: dict[str, tuple[str, ...]] = {
     LOGS: ("log_completions_steps", "log_completions_rows", "performance_log_interval"),
 }
 """The same for the settings of `grpo`: `block_size` of a conversion is another setting."""
-STOCK = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+VERBS = ("pretrain", "convert", "sft", "dpo", "grpo")
+BASIC = {"bool": bool, "int": int, "float": float, "str": str, "null": None}
+"""Types by their names in `Setting.type`."""
+WORD = re.compile(r"[\w/.-]+")
 
 
-@cache
+@functools.cache
+def _listed() -> dict[str, Any]:
+    """What `settings.json` holds. With another version of transformers than it was written with, that version's fields are among the stock
+    ones, without type and description."""
+    listed = json.loads(SETTINGS.read_text(encoding="utf-8"))
+    if listed["transformers"] != package_version("transformers"):
+        known = {row[0] for verb in VERBS for row in (*listed["stock"], *listed[verb])}
+        new = [key for name in fields_of_training_arguments() if (key := f"training.{name}") not in known and name not in SET_BY_RUN]
+        listed["stock"] += [[key, "Any", None, ""] for key in new]
+        listed |= {verb: listed[verb] + new for verb in VERBS}
+    return listed
+
+
+def fields_of_training_arguments() -> list[str]:
+    """The fields of the installed `transformers.TrainingArguments`, read from its source."""
+    [folder] = importlib.util.find_spec("transformers").submodule_search_locations  # type: ignore[union-attr,misc]
+    tree = ast.parse(Path(folder, "training_args.py").read_text(encoding="utf-8"))
+    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
+    names = [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]
+
+
+def stock_settings() -> dict[str, Setting]:
+    """The fields of `transformers.TrainingArguments` that a run may set, by key."""
+    return {key: Setting(key, kind, default, help, stock=True) for key, kind, default, help in _listed()["stock"]}
+
+
+@functools.cache
 def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     """The settings of a verb: first those under `training`, in the order of their declaration."""
-    return (*training_settings(VERBS[verb].config_class), *settings_of(RunConfig))
+    stock = stock_settings()
+    return (*(stock[row] if isinstance(row, str) else Setting(*row) for row in _listed()[verb]), *settings_of(RunConfig))
 
 
-def training_settings(cls: type[TrainingConfig]) -> Iterator[Setting]:
-    """The settings under `training`."""
-    hints = get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if field.init and field.name not in SET_BY_RUN:
-            words = field.metadata.get("choices")
-            shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(hints[field.name])
-            described = one_line(field.metadata.get("help"))
-            yield Setting(f"training.{field.name}", shown, plain_default(default_of(field)), described, stock=is_stock(field))
+def check_training(verb: str, training: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a key that the section `training` does not have, or a value of another type. Ranges, and what cannot be
+    combined, are checked by the verb's config."""
+    settings = {setting.name: setting for setting in settings_of_verb(verb) if setting.key == f"training.{setting.name}"}
+    refuse_unknown(training, settings, "training", SET_BY_RUN)
+    for name, value in training.items():
+        kinds = settings[name].type.split(" | ")
+        words = [kind for kind in kinds if kind not in BASIC]
+        if not words:
+            checked(value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}")
+        elif isinstance(value, str) and value not in words and "str" not in kinds and all(map(WORD.fullmatch, words)):
+            raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}")
 
 
-def is_stock(field: Field[Any]) -> bool:
-    """Whether a field is of TrainingArguments, with the same default and description."""
-    stock = STOCK.get(field.name)
-    return stock is not None and (field.default, field.metadata.get("help")) == (stock.default, stock.metadata.get("help"))
-
-
-def default_of(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def grouped(verb: str) -> dict[str, dict[str, list[str]]]:
-    """Default and one line of description of each setting that the verb adds to TrainingArguments or changes there, by group and name."""
-    groups: dict[str, dict[str, list[str]]] = {title: {} for title in (METHOD, *GROUPS)}
-    for setting in training_settings(VERBS[verb].config_class):
-        if not setting.stock:
-            name = setting.key.removeprefix("training.")
-            own = OF_GRPO if verb == "grpo" else {}
-            title = next((title for table in (own, GROUPS) for title, names in table.items() if name in names), METHOD)
-            groups[title][name] = [setting.shown_default, setting.summary]
+def grouped(verb: str) -> dict[str, list[Setting]]:
+    """The settings that the verb adds to TrainingArguments or changes there, by group."""
+    groups: dict[str, list[Setting]] = {title: [] for title in (METHOD, *GROUPS)}
+    tables = (OF_GRPO, GROUPS) if verb == "grpo" else (GROUPS,)
+    for setting in settings_of_verb(verb):
+        if setting.key.startswith("training.") and not setting.stock:
+            groups[next((title for table in tables for title, names in table.items() if setting.name in names), METHOD)].append(setting)
     return {title: settings for title, settings in groups.items() if settings}
 
 

@@ -27,9 +27,9 @@ from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.greedy import is_greedy
 from unmask.evaluation.harness.answers import LogLikelihood, Text
-from unmask.evaluation.harness.settings import cut, read_gen_kwargs, split_settings
+from unmask.evaluation.harness.settings import read_gen_kwargs, split_settings
 from unmask.evaluation.likelihood import Estimator, common_length, default_estimator, log_likelihoods
-from unmask.evaluation.protocols import Protocol, protocol_tasks, read_protocol
+from unmask.evaluation.protocols import Protocol, cut, protocol_tasks, read_protocol
 from unmask.generation.sampler import generate
 from unmask.models.chat_template import render_template
 from unmask.models.diffusion_lm import DiffusionLM
@@ -169,10 +169,12 @@ class HarnessLM(TemplateLM):
         return self.samples if self._asked_samples else protocol.likelihood_samples
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The ids of a text, which has no second BOS if it begins with one."""
+        """The ids of a text, after BOS if the tokenizer adds one and the text does not begin with it. An end that the tokenizer adds is
+        left out, as in the prompts of `unmask.generate`."""
         if add_special_tokens is None:
             add_special_tokens = not has_bos_prefix(string, self.tokenizer.decode([self.prefix_token_id]))
-        return list(self.tokenizer(string, add_special_tokens=add_special_tokens)["input_ids"])
+        ids, bos = list(self.tokenizer(string, add_special_tokens=False)["input_ids"]), [self.tokenizer.bos_token_id]
+        return bos + ids if add_special_tokens and self.tokenizer("")["input_ids"][:1] == bos else ids
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         answers: list[tuple[float, bool]] = []
@@ -320,17 +322,36 @@ class HarnessLM(TemplateLM):
         task = requests[0].task_name
         samples, protocol = self.samples_of(task), self.protocol_of(task)
         contexts = [protocol.prompt(request.args[0], self.lm) if protocol else request.args[0] for request in requests]
-        pairs = [self._encode(context, request.args[1]) for context, request in zip(contexts, requests, strict=True)]
+        pairs = self._encode(contexts, requests)
         shared = common_length([continuation for _, continuation in pairs])
         # One without a context may be of several questions, and has one likelihood.
         common = [shared if request.args[0] else None for request in requests]
         return [self._score(*pair, key, samples, first) for pair, key, first in zip(pairs, keys, common, strict=True)]
 
-    def _encode(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        if context:
-            return self._encode_pair(context, continuation)
-        ids = self.tok_encode(continuation, add_special_tokens=False)
-        return ([self.prefix_token_id], ids) if ids[:1] != [self.prefix_token_id] else (ids[:1], ids[1:])
+    def _encode(self, contexts: Sequence[str], requests: Sequence[Instance]) -> list[tuple[list[int], list[int]]]:
+        """The ids before each continuation and those to score, which together are the ids of the whole text.
+
+        They part where the ids of the context alone end (without the spaces at its end, as in lm-eval). Where the text continues the last
+        token of the context, they part before this token, for all choices of a question that have the same context: they are then
+        conditioned on the same ids.
+        """
+        whole, parts = [], dict[Any, int]()
+        names = [
+            context if request.doc_id is not None else number
+            for number, (context, request) in enumerate(zip(contexts, requests, strict=True))
+        ]
+        for name, context, request in zip(names, contexts, requests, strict=True):
+            ids = self.tok_encode(context + request.args[1])
+            common = common_length([ids, self.tok_encode(context.rstrip())])
+            if common == len(ids):
+                what = f"{request.args[1]!r:.80} adds no token to its context, which ends with {context[-20:]!r}"
+                where = f"{request.task_name}, document {request.doc_id}"
+                raise DataError(what, where=where, remedy="Give a continuation with text that the tokenizer keeps")
+            whole.append(ids)
+            parts[name] = min(common, parts.get(name, common))
+        prefix = [self.prefix_token_id]
+        starts = [max(parts[name], ids[:1] == prefix) for name, ids in zip(names, whole, strict=True)]
+        return [(ids[:start] or prefix, ids[start:]) for ids, start in zip(whole, starts, strict=True)]
 
     def _score(
         self, context: list[int], continuation: list[int], key: int, samples: int | None = None, shared: int | None = None

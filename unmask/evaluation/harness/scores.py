@@ -1,6 +1,6 @@
 """The results of lm-eval as `TaskScores`: each metric with its interval over items and its standard error over the random masks.
 
-Shapes: C columns of a metric's values, R resamples.
+Shapes: N items, C columns of a metric's values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lm_eval.utils import handle_non_serializable
 
 from unmask.evaluation.harness.answers import LogLikelihood, Text
 from unmask.evaluation.result_file import Item, Metric, TaskScores
-from unmask.evaluation.statistics import group_bootstrap, mean_interval
+from unmask.evaluation.statistics import group_interval, mean_interval, ratio
 
 FLIPS = 50
 """Draws by which the standard error of a metric is estimated, to about a tenth of it."""
@@ -94,34 +94,33 @@ def _group(sample: Sample) -> str:
 
 
 def _interval(aggregate: Aggregate, values: list[Any], groups: list[str]) -> tuple[float | None, float | None]:
-    """The bounds of a metric that is a function of the mean of its values (perplexity: of the sums of log-likelihoods and of words), by
-    the bootstrap; None for any other metric."""
+    """The bounds of a metric that is a monotone function of the mean of its values, or of a ratio of means (perplexity per word: of the
+    log-likelihood and the words), at those of the mean or ratio; None for any other metric."""
     try:
         values_NC = np.asarray(values, dtype=np.float64).reshape(len(values), -1)
     except (TypeError, ValueError):  # texts, or values of different lengths
         return None, None
 
-    def of_means(mean_C: np.ndarray) -> float:
-        return _value(aggregate, [mean_C[0] if len(mean_C) == 1 else tuple(mean_C)])
+    def of_means(*means: float) -> float:
+        return _value(aggregate, [means if len(means) > 1 else means[0]])
 
     with np.errstate(all="ignore"):
+        mean_C = values_NC.mean(0).tolist()
         try:
-            by_means, whole = of_means(values_NC.mean(0)), _value(aggregate, list(values))
+            whole = _value(aggregate, list(values))
+            same = [of_means(*mean_C)] + ([of_means(mean_C[0] / mean_C[1], 1.0)] if len(mean_C) == 2 else [])
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError):  # one that refuses a mean is no function of it
             return None, None
-        if not math.isclose(by_means, whole, rel_tol=1e-9, abs_tol=1e-12):
+        if len(mean_C) > 2 or not all(math.isclose(value, whole, rel_tol=1e-9, abs_tol=1e-12) for value in same):
             return None, None
-        if values_NC.shape[1] == 1 and set(values_NC[:, 0]) <= {0.0, 1.0} and by_means == values_NC.mean():
-            interval = mean_interval(values_NC[:, 0].tolist(), groups)
+        if len(mean_C) == 1:
+            interval = mean_interval(values_NC[:, 0], groups)
+            bounds = [of_means(end) for end in (interval.low, interval.high)]
         else:
-            ones_N1 = np.ones((len(values), 1))
-            interval = group_bootstrap(np.hstack([values_NC, ones_N1]), lambda sums_RC: _of_sums(of_means, sums_RC), groups, samples=2000)
-    bounds = (interval.low, interval.high)
-    return bounds if all(map(math.isfinite, bounds)) else (None, None)
-
-
-def _of_sums(of_means: Callable[[np.ndarray], float], sums_RC: np.ndarray) -> np.ndarray:
-    return np.array([of_means(sums_C[:-1] / sums_C[-1]) for sums_C in sums_RC])
+            interval = group_interval(values_NC, ratio, groups)
+            bounds = [of_means(end, 1.0) for end in (interval.low, interval.high)]
+    low, high = sorted(bounds)
+    return (low, high) if math.isfinite(interval.low) and all(map(math.isfinite, bounds)) else (None, None)
 
 
 def _mask_errors(task: Any, samples: Sequence[Sample]) -> dict[str, float | None]:

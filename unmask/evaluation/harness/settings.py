@@ -60,8 +60,3 @@ def read_gen_kwargs(gen_kwargs: Mapping[str, Any], defaults: SamplerConfig) -> t
     if not all(isinstance(stop, str) for stop in until):
         raise ConfigError(f"until {until!r:.80} is not a string or a list of strings", where="gen_kwargs", remedy="Give strings")
     return SamplerConfig(**{**defaults.model_dump(exclude_unset=True), **settings}), [stop for stop in until if stop]
-
-
-def cut(text: str, until: list[str]) -> str:
-    """The text before the first stop string."""
-    return text[: min((place for stop in until if (place := text.find(stop)) >= 0), default=len(text))]

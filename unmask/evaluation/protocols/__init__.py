@@ -6,7 +6,7 @@ Where an author's code and text differ, the code is the default, the text a vari
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,9 @@ class Protocol(Config):
     prefill: str = ""
     """The text that begins the answer, given with the prompt."""
     ignore_until: bool = False
-    """Whether the task's stop strings are ignored."""
+    """Whether the stop strings of lm-eval's task are ignored."""
+    until: list[str] = Field(default_factory=list)
+    """Those strings, for a task of Unmask that is not lm-eval's: its answers are cut before them."""
     likelihood_samples: int | None = Field(default=None, ge=1)
     """Masks per likelihood (`mc_num`); None: answers are generated."""
     guidance: float = Field(default=0.0, ge=0)
@@ -82,7 +84,7 @@ class Protocol(Config):
         """As `prompt`, for a text or messages: token ids."""
         ids, bos = encode_prompt(lm.tokenizer, prompt), [lm.tokenizer.bos_token_id]
         with_bos = self.add_bos and bos != [None] and ids[:1] != bos
-        return bos * with_bos + ids + (encode_completion(lm.tokenizer, prompt, self.prefill) if self.prefill else [])
+        return bos * with_bos + ids + (encode_completion(lm.tokenizer, ids, self.prefill) if self.prefill else [])
 
     def record(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, Any]:
         """The protocol for a result file, with what the user's settings replace."""
@@ -107,6 +109,11 @@ class Protocol(Config):
         if self.confidence_eos_eot_inf:
             settings["reveal_last"] = list(lm.eos_token_ids)
         return settings
+
+
+def cut(text: str, until: Sequence[str]) -> str:
+    """The text before the first stop string."""
+    return text[: min((place for stop in until if (place := text.find(stop)) >= 0), default=len(text))]
 
 
 def protocol_names() -> list[str]:

@@ -54,7 +54,7 @@ def tables(results: Sequence[Result]) -> Section:
     for task, entries in entries_by_task(results).items():
         blocks.append(score_table(task, entries))
         blocks += filter(None, (work_table(task, entries), difference_table(task, entries)))
-    return Section(title="Scores", blocks=blocks, intro="Brackets and bars: 95% intervals that resample groups of dependent problems.")
+    return Section(title="Scores", blocks=blocks, intro="Brackets and bars: 95% intervals over groups of dependent problems.")
 
 
 def score_table(task: str, entries: Sequence[Entry]) -> Table:
@@ -220,12 +220,11 @@ def in_words(entries: Sequence[Entry]) -> list[str]:
 
 def _change_in_words(difference: Difference, figures: Figures) -> str:
     change = difference.change
-    if change.low == change.high == 0:
-        return f"still {figures.text(difference.after)} of the problems solved"
     low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
     chance = "" if change.excludes(0.0) else ", which may be chance"
-    values = f"{figures.text(difference.before)} → {figures.text(difference.after)} of the problems solved"
-    return f"{values}, {mean} points{chance}; 95% interval of the change [{low}, {high}]"
+    values = f"{figures.text(difference.before)} → {figures.text(difference.after)} of the problems solved, {mean} points{chance}"
+    values = f"still {figures.text(difference.after)} of the problems solved" if change.mean == 0 else values
+    return f"{values}; 95% interval of the change [{low}, {high}]"
 
 
 def speed(results: Sequence[Result]) -> Section:

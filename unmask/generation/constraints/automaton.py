@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 
 from unmask.errors import GenerationError
+from unmask.generation.constraints.bounded_process import check_time
 from unmask.generation.constraints.byte_automaton import ByteAutomaton, number_rows
 from unmask.generation.constraints.vocabulary import Vocabulary
 
@@ -85,6 +86,7 @@ class Reach:
             return
         source_E, target_E = self._edges()
         while length >= len(self._found) and self._again is None:
+            check_time("constraint")
             reach_S = np.zeros_like(self._found[0])
             reach_S[source_E[self._found[-1][target_E]]] = True
             self._again = self._first.setdefault(np.packbits(reach_S).tobytes(), len(self._found))
@@ -219,6 +221,7 @@ def _classes(next_S256: np.ndarray, bytes_V: Sequence[bytes | None], where: str)
     for token, written in enumerate(bytes_V):
         if written is None:
             continue
+        check_time(where)
         function = 1
         for byte in written:
             step = (function, byte)
@@ -284,6 +287,7 @@ def _reached(from_S: np.ndarray, source_E: np.ndarray, target_E: np.ndarray) -> 
     """The states that can be reached along edges."""
     reached_S = from_S.copy()
     while True:
+        check_time("constraint")
         before = reached_S.sum()
         reached_S[target_E[reached_S[source_E]]] = True
         if reached_S.sum() == before:

@@ -56,6 +56,14 @@ def bounds() -> Bounds:
     return _bounds.get() or Bounds(SECONDS, BYTES, monotonic() + SECONDS)
 
 
+def check_time(where: str) -> None:
+    """Raise GenerationError once the seconds for what is built are over."""
+    most = bounds()
+    if monotonic() > most.until:
+        what = f"its automaton takes more than {most.seconds:g} seconds to build"
+        raise GenerationError(what, where=where, remedy="Bound its repetitions, or split it")
+
+
 def run_bounded(script: str, given: Any, where: str, *, remedy: str, until: float = math.inf) -> Any:
     """The `result` that a script makes of what is `given`; both are sent as JSON. `until`: when it has to be there, by `time.monotonic`.
 

@@ -23,8 +23,8 @@ MAX_STATES = 20_000
 MAX_ROUNDS = 300
 """Of splitting states; an automaton that needs more is long, and is not made smaller."""
 EOS = 256
-LAST = "\U0010ffff"
-"""The character that is appended."""
+FIRST, LAST = chr(0x10FFFE), chr(0x10FFFF)
+"""The characters that are put before a pattern and after it."""
 UNSUPPORTED = [
     (r"\(\?<?[=!]", "look-around, which is not supported", "Write out what may stand there"),
     (r"\\[1-9]", "a backreference, which is not regular", "Write out the alternatives"),
@@ -32,14 +32,24 @@ UNSUPPORTED = [
     (r"(?<!\\)(?<!\[)\^|(?<!\\)\$|\\[AzZ]", "an anchor", "Leave it out: the whole text has to match"),
 ]
 BUILD = """
+import re, warnings
 from outlines_core import Index, Vocabulary
 vocabulary = Vocabulary(256, {bytes([byte]): [byte] for byte in range(256)})
 result = []
-for pattern in given:
+def reason(pattern):
+    warnings.simplefilter("ignore")
     try:
-        index = Index(pattern, vocabulary)
+        re.compile(re.sub(r"[\\]x[{][0-9A-Fa-f]+[}]", lambda found: "x" * len(found[0]), pattern))
+    except re.error as error:
+        return error.msg + ("" if error.pos is None else f" at character {error.pos + 1}")
+    except (RecursionError, OverflowError):
+        return "is nested too deep, or repeated too often"
+first, patterns = given
+for pattern in patterns:
+    try:
+        index = Index(first + "(?:" + pattern + ")" + chr(0x10FFFF), vocabulary)
     except ValueError as error:
-        result.append(str(error))
+        result.append([str(error), reason(pattern)])
     else:
         edges = [list(edge) for edge in ((s, t, e) for s, row in index.get_transitions().items() for t, e in row.items())]
         result.append([index.get_initial_state(), sorted(index.get_final_states()), edges])
@@ -55,10 +65,14 @@ class ByteAutomaton:
     accepts_S: np.ndarray
 
 
-def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] = (), until: float = math.inf) -> list[ByteAutomaton]:
+def byte_automata(
+    patterns: Sequence[str], where: str, *, names: Sequence[str] = (), plain: bool = False, until: float = math.inf
+) -> list[ByteAutomaton]:
     """The automata of regular expressions in Rust's syntax.
 
     Args:
+        plain: whether they match no `FIRST`. The library also builds an automaton of all texts that end with a match, which then is as
+            small: else `[1-9][0-9]{20,}` has millions of states, since any digit but 0 may be where it begins.
         names: what each adds to `where` in errors.
         until: when they have to be there, by `time.monotonic`.
 
@@ -73,14 +87,14 @@ def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] =
     for pattern, place in zip(patterns, places, strict=True):
         _refuse_unopened(pattern, place)
     too_large = "Bound its repetitions, or split it"
-    closed = [f"(?:{pattern}){LAST}" for pattern in patterns]
-    built = run_bounded(BUILD, closed, where, remedy=too_large, until=until)
+    first = FIRST if plain else ""
+    built = run_bounded(BUILD, [first, list(patterns)], where, remedy=too_large, until=until)
     automata = []
     for pattern, place, result in zip(patterns, places, built, strict=True):
-        if isinstance(result, str):
-            what, remedy = _reason(pattern, result)
+        if isinstance(result[0], str):
+            what, remedy = _reason(pattern, *result)
             raise GenerationError(what, where=place, remedy=remedy)
-        automata.append(_read(*result))
+        automata.append(_read(first, *result))
         if len(automata[-1].next_S256) > MAX_STATES:
             raise GenerationError(f"its automaton has more than {MAX_STATES} states", where=place, remedy=too_large)
     return automata
@@ -89,42 +103,43 @@ def byte_automata(patterns: Sequence[str], where: str, *, names: Sequence[str] =
 def _refuse_unopened(pattern: str, where: str) -> None:
     """Refuse a closing parenthesis that nothing opened: it would close the group that the pattern is put into."""
     depth = 0
-    for found in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[()]", pattern, flags=re.S):
+    for found in re.finditer(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|[()]", pattern, flags=re.S):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
         if depth < 0:
             what = f"unbalanced parenthesis at character {found.start() + 1}"
             raise GenerationError(what, where=where, remedy="Open it, or write a backslash before it")
 
 
-def _reason(pattern: str, message: str) -> tuple[str, str]:
-    """What is wrong with a pattern, and the remedy. The library does not say where, so Python's parser is asked."""
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        place = "" if error.pos is None else f" at character {error.pos + 1}"
-        return f"{error.msg}{place}", "Correct the pattern; its syntax is that of Rust's regex crate"
+def _reason(pattern: str, message: str, of_python: str | None) -> tuple[str, str]:
+    """What is wrong with a pattern, and the remedy. The library does not say where, so Python's parser is asked before."""
+    if "incompatible" in message:
+        return "no text matches it", "Correct the pattern"
+    if of_python is not None:
+        return of_python, "Correct the pattern; its syntax is that of Rust's regex crate"
     for form, name, remedy in UNSUPPORTED:
         if found := re.search(form, re.sub(r"\\\\", "  ", pattern)):
             return f"{name} at character {found.start() + 1}", remedy
-    if "incompatible" in message:
-        return "no text matches it", "Correct the pattern"
-    return message.splitlines()[0], "Correct the pattern; its syntax is that of Rust's regex crate"
+    what = "Rust's regex crate does not accept it, or it is nested deeper than 250 levels"
+    return what, "Correct the pattern, or write it flatter"
 
 
-def _read(start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
-    """The smallest automaton of what the library has built."""
+def _read(first: str, start: int, accepting: Sequence[int], edges: Sequence[Sequence[int]]) -> ByteAutomaton:
+    """The smallest automaton of what the library has built, without the characters that were added."""
     names = {state: number for number, state in enumerate(sorted({start, *accepting, *(edge[0] for edge in edges)}))}
     dead = len(names)
     next_S256 = np.full((dead + 1, 256), dead, dtype=np.int32)
     for state, byte, target in edges:
         if byte != EOS:
             next_S256[names[state], byte] = names.get(target, dead)
+    begin = names[start]
+    for byte in first.encode():
+        begin = int(next_S256[begin, byte])
     last_S = np.arange(dead + 1)
     for byte in LAST.encode():
         last_S = next_S256[last_S, byte]
     accepts_S = np.isin(last_S, [names[state] for state in accepting])
     next_S256[:, LAST.encode()[0]] = dead  # with it the other private characters of the last plane
-    return minimal(next_S256, names[start], accepts_S)
+    return minimal(next_S256, begin, accepts_S)
 
 
 def minimal(next_S256: np.ndarray, start: int, accepts_S: np.ndarray) -> ByteAutomaton:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import OrderedDict
 from threading import Lock
 
 from unmask.config.constraint import ConstraintConfig
-from unmask.errors import GenerationError, require
 from unmask.generation.constraints.automaton import End, TokenAutomaton, token_automaton
 from unmask.generation.constraints.byte_automaton import byte_automata
 from unmask.generation.constraints.grammars import JSON, grammar_automaton
-from unmask.generation.constraints.schemas import Reader, patterns
+from unmask.generation.constraints.schemas import escape, schema_pattern
 from unmask.generation.constraints.vocabulary import Vocabulary
 
 CACHE_BYTES = 2**28
-ESCAPED = [*range(0x20), ord('"'), ord("\\")]
-"""Bytes that JSON strings hold only after a backslash."""
 _cache: OrderedDict[tuple, TokenAutomaton] = OrderedDict()
 _lock = Lock()
 
@@ -40,7 +35,7 @@ def compile_constraint(
     if constraint.json or constraint.grammar is not None:
         automaton = grammar_automaton(JSON if constraint.json else constraint.grammar or "", constraint.depth, where)
     else:
-        (automaton,) = byte_automata([regex_of(constraint, where)], where)
+        (automaton,) = byte_automata([regex_of(constraint, where)], where, plain=constraint.json_schema is not None)
     compiled = token_automaton(automaton, vocabulary, end=end, at_start=at_start, where=where)
     with _lock:
         _cache[key] = compiled
@@ -55,18 +50,4 @@ def regex_of(constraint: ConstraintConfig, where: str) -> str:
         return constraint.regex
     if constraint.choice is not None:
         return "|".join(f"(?:{escape(text)})" for text in constraint.choice)
-    require("outlines_core", "constraints", where=where)
-    from outlines_core.json_schema import build_regex_from_schema
-
-    schema = constraint.schema_object()
-    rewritten = Reader(schema, where).read(schema, where)
-    for pattern, automaton in zip(used := sorted({*patterns(rewritten)}), byte_automata(used, where), strict=True):
-        if (automaton.next_S256[:, ESCAPED] != len(automaton.next_S256) - 1).any():
-            what = f"the pattern {pattern!r} has a quote, a backslash or a control character, which JSON escapes"
-            raise GenerationError(what, where=where, remedy="Leave the character out")
-    return str(build_regex_from_schema(json.dumps(rewritten, ensure_ascii=False)))
-
-
-def escape(text: str) -> str:
-    """A pattern that matches this text alone, in Rust's syntax."""
-    return re.sub(r"[\\.+*?()|\[\]{}^$#&~-]", lambda found: "\\" + found[0], text)
+    return schema_pattern(constraint.schema_object(), where)

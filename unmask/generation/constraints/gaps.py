@@ -80,8 +80,8 @@ def constrained_gaps(
     for is_hidden, run in groupby(hidden):
         stop = start + len(list(run))
         if is_hidden:
-            at_start = completion or start == 0
-            automaton = compile_constraint(config.constraint, vocabulary, end=end, at_start=at_start)
+            has_text = any(hidden[at] or vocabulary.bytes_V[ids[at]] is not None for at in range(start))
+            automaton = compile_constraint(config.constraint, vocabulary, end=end, at_start=not has_text)
             gaps.append(Gap(start, stop, automaton, automaton.live_classes(banned)))
             _check_length(gaps[-1], where, completion=completion)
         start = stop

@@ -6,7 +6,6 @@ Shapes: V vocabulary.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,10 +15,10 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedTokenizerBase
 
+from unmask.data.decoding import BYTE_TOKEN, byte_level
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 
-BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 KNOWN = "ByteLevel, Fuse, Metaspace, and Replace with ByteFallback"
 
 
@@ -87,7 +86,7 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
         what = "removes spaces before punctuation, so that texts differ from their tokens"
         raise GenerationError(what, where="tokenizer", remedy="Set its clean_up_tokenization_spaces to False")
     if kinds == ["ByteLevel"]:
-        return _byte_level, False
+        return byte_level, False
     if kinds == ["Metaspace"]:
         mark = steps[0]["replacement"]
         return lambda name: name.replace(mark, " ").encode(), steps[0].get("prepend_scheme", "always") != "never"
@@ -112,19 +111,3 @@ def _decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[str], bytes]
 
 def _flat(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     return [step for one in decoder["decoders"] for step in _flat(one)] if decoder["type"] == "Sequence" else [decoder]
-
-
-def _byte_level(name: str) -> bytes:
-    """The bytes of a token of GPT-2's byte-level alphabet, in which every byte is a visible character."""
-    if any(character not in BYTES for character in name):
-        return name.encode()
-    return bytes(BYTES[character] for character in name)
-
-
-def _alphabet() -> dict[str, int]:
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-BYTES = _alphabet()

@@ -133,6 +133,9 @@ class RemoteBackend:
         elif not isinstance(lm.model, PreTrainedModel):
             what = f"weights of a {type(lm.model).__name__} cannot be used without its base model"
             raise GenerationError(what, where="sync", remedy="Merge its adapters")
+        elif lm.model.config.tie_word_embeddings != self.lm.model.config.tie_word_embeddings:
+            what = "with these adapters embedding table and head differ, which are one in the server's model"
+            raise GenerationError(what, where="sync", remedy="Sample in this process, or leave table and head out of the adapters")
 
     def send(self) -> None:
         """Make the server load the weights."""
@@ -148,7 +151,11 @@ def check_adapters(lm: DiffusionLM) -> None:
     for config in adapters.values():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
         foreign = [] if kind == "LORA" else [f"peft_type {kind}"]
-        foreign += [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if getattr(config, name, None)]
+        foreign += [
+            name
+            for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+            if getattr(config, name, None)
+        ]
         foreign += ["bias"] if getattr(config, "bias", "none") != "none" else []
         if foreign:
             what = f"vLLM does not compute adapters with {', '.join(foreign)} as they are trained"

@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import GenerationError
-from unmask.generation.output import Generation, text_of
+from unmask.generation.output import Generation
 from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
@@ -91,7 +92,7 @@ class RemoteLM:
         tokens = [future.result()[0] for future in futures]
         return Generation(
             prompts=encoded,
-            texts=[text_of(self.tokenizer, ids, self.eos_token_ids) for ids in tokens],
+            texts=[text_after(self.tokenizer, *each, self.eos_token_ids) for each in zip(encoded, tokens, strict=True)],
             tokens=tokens,
             log_probs=[future.result()[1] for future in futures],
             steps=[list(range(len(ids))) for ids in tokens],

@@ -121,9 +121,17 @@ class RowSelector:
         if (existing := hook_owner(head, cls)) is not None:
             return existing
         selector = cls(model.config)
-        head.register_forward_pre_hook(selector.select)
-        head.register_forward_hook(selector.reduce)
+        selector.follow(head)
         return selector
+
+    def follow(self, head: nn.Module) -> None:
+        """Hook a head, such as one with adapters around the hooked one, which then computes the same rows."""
+        for part in head.modules():
+            for hooks in (part._forward_pre_hooks, part._forward_hooks):
+                for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                    del hooks[key]
+        head.register_forward_pre_hook(self.select)
+        head.register_forward_hook(self.reduce)
 
     def select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         """Before the head."""

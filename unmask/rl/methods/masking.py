@@ -227,7 +227,7 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
         raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
     method = get_method(config.method)
     if method.separable:  # its loss needs each token to be a target in a single view
-        what = f"the views of {config.method} are the steps of its rollouts"
+        what = f"{config.method} sums its loss over views of its own, of which a strategy would make others"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
     if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":
         what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"

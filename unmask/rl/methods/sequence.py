@@ -76,6 +76,7 @@ class GDPO(ClippedMethod):
         ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page and in eq. 9; it overflows
             float32 at a difference of 88 nats. "sequence": normalised by length in the exponent, as in ports of their code. At the
             first update both have the same gradient.
+        exact_counts: False: views as in published code (`plan`).
     """
 
     name = "gdpo"
@@ -85,20 +86,22 @@ class GDPO(ClippedMethod):
     log_ratio_clamp: float | None = 20.0
     kl_unbiased: bool = False
     samples: int = plan_setting(3)
+    exact_counts: bool = plan_setting(True)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """At each of `samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, with the node's weight times L/k.
+        """At each of `samples` Gauss-Legendre nodes t a view of k = ceil(t L) hidden tokens, with the node's weight times L/k.
 
-        Its only bias is the quadrature's: each count stands for its own L-th of the times. The published code hides floor(t L) tokens and
-        weighs them by 1/t, which for short completions hides none at small t and underestimates.
+        Its only bias is the quadrature's: each count stands for its own L-th of the times. Without `exact_counts` k is floor(t L) and the
+        factor 1/t, as in published code; for short completions this hides nothing at small t and underestimates.
         """
         node_M, weight_M = (torch.from_numpy(values) / 2 for values in np.polynomial.legendre.leggauss(self.samples))
         group_BT = rollout.groups_of(rollout.completion_BT)
         node_1M1, weight_1M1 = (values_M.to(group_BT.device)[None, :, None] for values_M in (node_M + 0.5, weight_M))
         size_B1T = group_sizes(group_BT)[:, None]
-        count_BMT = (node_1M1 * size_B1T).ceil().long()
+        expected_BMT = node_1M1 * size_B1T
+        count_BMT = (expected_BMT.ceil() if self.exact_counts else expected_BMT.floor()).long()
         hidden_BMT = hide(group_BT, draw, count_BMT)
-        return rollout.hiding(hidden_BMT, hidden_BMT * weight_1M1 * size_B1T / count_BMT)
+        return rollout.hiding(hidden_BMT, hidden_BMT * weight_1M1 * (size_B1T / count_BMT if self.exact_counts else 1 / node_1M1))
 
     def loss(self, inputs: LossInputs) -> Loss:
         policy_B1, length_B1 = inputs.of_sequences(inputs.policy_BMT), inputs.length_B1
@@ -115,11 +118,17 @@ class GDPO(ClippedMethod):
 
 @register
 class BGPO(Method):
-    """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views."""
+    """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views.
+
+    Attributes:
+        epsilon, epsilon_high: PPO's clip range of each view's value, as in published code; None: it is not clipped.
+    """
 
     name = "bgpo"
     estimator = "bound"
     has_ratio = True
+    epsilon: float | None = None
+    epsilon_high: float | None = None
     dual_clip: float | None = 3.0
     advantage: AdvantageKind = "z-score"
     aggregation: Aggregation | None = "sequence"
@@ -136,9 +145,11 @@ class BGPO(Method):
         views, count = inputs.views, inputs.views.count
         delta_BM = (views.weight_BMT * (inputs.policy_BMT - inputs.old_BMT)).sum(2) * count / inputs.length_B1
         advantage_B1 = inputs.advantage_B1
-        bound = torch.inf if self.dual_clip is None else self.dual_clip
         ratio_BM = delta_BM.clamp_max(MAX_EXPONENT).exp()  # an infinite value would have no valid gradient, even where it is not selected
-        value_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM.clamp_max(bound))
+        plain_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM)
+        low = torch.inf if self.epsilon is None else self.epsilon
+        high = low if self.epsilon_high is None else self.epsilon_high
+        bound = torch.inf if self.dual_clip is None else self.dual_clip
+        value_BM = torch.where(advantage_B1 > 0, (1 + delta_BM).clamp_max(1 + high), ratio_BM.clamp(1 - low, bound))
         weight_BM = (inputs.weight_B1 / count).expand_as(delta_BM)
-        ratio_BM = ratio_BM.detach()
-        return weighted_sum(-advantage_B1 * value_BM, weight_BM, ratio_BM, (advantage_B1 < 0) & (ratio_BM > bound))
+        return weighted_sum(-advantage_B1 * value_BM, weight_BM, ratio_BM.detach(), (advantage_B1 != 0) & (value_BM != plain_BM))

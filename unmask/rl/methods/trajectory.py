@@ -1,7 +1,9 @@
 """Methods that replay the sampler's steps: each token is predicted in the state in which it was drawn, or in one shortly before.
 
-With one step per view this is the exact policy gradient of the sampler's token choices. Each token is a target in one view,
-so that the loss is a sum over views.
+With one step per view this is the gradient of the log-probability of the sampler's choices, if the order does not
+depend on the drawn tokens (`policy` random, left_to_right, margin or entropy) and tokens after the end are learnt (from
+left to right they need not be). `confidence` keeps the tokens that were likely, which are not distributed as the model
+draws them (figures in docs/rl.md). Each token is a target in one view, so that the loss is a sum over views.
 
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one view holds the same step of
 every block.
@@ -21,6 +23,7 @@ from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
 from unmask.rl.losses import AdvantageKind, Aggregation
 from unmask.rl.methods.base import Loss, LossInputs, PolicyGradientMethod, TokenMethod, fixed, plan_setting, register
+from unmask.rl.methods.diffu_grpo import completion_hidden
 from unmask.rl.rollout import Rollout
 
 
@@ -72,7 +75,7 @@ class ReplayMethod(TokenMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class OnPolicyReplayMethod(PolicyGradientMethod):
-    """The gradient of the sampler's token choices. It has no ratio for a second update on the same rollout."""
+    """The gradient of the kept tokens' log-probabilities. It has no ratio for a second update on the same rollout."""
 
     separable = True
     partial = False
@@ -89,16 +92,22 @@ class CJGRPO(ReplayMethod):
 
 @register
 class StepMerge(ReplayMethod):
-    """d2's step merging (Wang et al. 2025): views of stretches of a completion's steps, as equal as possible, and the same in any batch."""
+    """d2's step merging (Wang et al. 2025): views of stretches of a completion's steps, as equal as possible, and the same in any batch.
+    As published with `prompt_mask_rate: 0.15`."""
 
     name = "step-merge"
     segments: int = plan_setting(4)
+    prompt_mask_rate: float = plan_setting(0.0)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        """Of S steps and N segments, segment i begins with step floor(i S / N)."""
         step_BT = steps_within(rollout)
         num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
-        segment_BT = step_BT * num_steps_B1.clamp_max(self.segments) // num_steps_B1.clamp_min(1)
-        return replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
+        number_B1 = num_steps_B1.clamp_max(self.segments)
+        segment_BT = ((step_BT + 1) * number_B1 - 1) // num_steps_B1.clamp_min(1)
+        views = replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
+        prompt_B1T = completion_hidden(rollout, draw, self.prompt_mask_rate).hidden_BMT & rollout.prompt_BT[:, None]
+        return replace(views, hidden_BMT=views.hidden_BMT | prompt_B1T)
 
 
 @register
@@ -144,7 +153,7 @@ class DiPO(ReplayMethod):
 
 @register
 class AGRPO(OnPolicyReplayMethod):
-    """AGRPO (2510.04019): `samples` random steps of each completion."""
+    """AGRPO (2510.04019): `samples` random steps of each completion. The published code means over them: `aggregation: step`."""
 
     name = "agrpo"
     aggregation: Aggregation | None = "constant"
@@ -152,6 +161,25 @@ class AGRPO(OnPolicyReplayMethod):
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         return sampled_steps(rollout, draw, self.samples)
+
+
+@register
+class ExactGradient(OnPolicyReplayMethod):
+    """The gradient of the expected reward, without bias: every token that was drawn, after the end too, where it was drawn.
+
+    The order is random, and so does not depend on the drawn tokens. All tokens, completions and groups weigh the same.
+    """
+
+    name = "exact-gradient"
+    advantage: AdvantageKind = fixed("leave-one-out")
+    aggregation: Aggregation | None = fixed("constant")
+    difficulty: list[float] | None = fixed(None)
+    drop_equal_groups: bool = fixed(False)
+    policy: str = fixed("random")
+    beyond_eos: str = fixed("learnt")
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        return replay(rollout, steps_within(rollout))
 
 
 @register

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
+from unmask.data.decoding import UNFINISHED, canvas_texts, num_at_start, token_bytes
 from unmask.errors import UnmaskError
 from unmask.generation.frames import Frame
 from unmask.serving.errors import error_of
@@ -20,7 +21,7 @@ from unmask.serving.openai.json_text import to_json
 from unmask.serving.openai.plans import Plan
 from unmask.serving.openai.progress import Progress
 from unmask.serving.openai.requests import SamplingRequest
-from unmask.serving.openai.writers import Fields, TextWriter, choice_facts, token_text
+from unmask.serving.openai.writers import Fields, TextWriter, choice_facts
 from unmask.serving.service import Event
 from unmask.serving.submission import Events
 
@@ -60,7 +61,8 @@ class Reply:
         self.writers = [make_writer(progress) for progress in self.progresses]
         self.version: str | None = None  # of the weights, which the first event tells
         self._name, self._id, self._created = service.name, f"{kind.prefix}-{uuid.uuid4().hex}", int(time.time())
-        self._token_text = lru_cache(maxsize=1024)(partial(token_text, service.lm.tokenizer))
+        self._tokenizer = service.lm.tokenizer
+        self._token_bytes = lru_cache(maxsize=1024)(partial(token_bytes, self._tokenizer))
 
     @property
     def _head(self) -> Fields:
@@ -177,23 +179,33 @@ class Reply:
     def _canvas(self, index: int) -> list[str | None]:
         """The texts of the tokens that are answered, None where they are hidden."""
         progress = self.progresses[index]
-        request, region = progress.work.request, progress.region
-        span = slice(region.start, region.stop)
-        return [None if hidden else self._token_text(token) for token, hidden in zip(request.ids[span], request.hidden[span], strict=True)]
+        return canvas_texts(self._tokenizer, progress.before, *progress.given)
 
     def _frame(self, index: int, frame: Frame) -> Fields:
         """A frame, whose positions count from the first one that is answered."""
-        region = self.progresses[index].region
-        revealed = [{"position": each.position - region.start, **self._token(each.token, each.log_prob)} for each in frame.revealed]
-        if self.plan.config.top_forbidden:
-            for fields, each in zip(revealed, frame.revealed, strict=True):
-                fields["forbidden"] = [self._token(*token) for token in each.forbidden]
+        region, number = self.progresses[index].region, self._num_at_start(index)
+        revealed = []
+        for each in frame.revealed:
+            position = each.position - region.start
+            fields = {"position": position, **self._token(each.token, each.log_prob, position < number)}
+            if self.plan.config.top_forbidden:
+                fields["forbidden"] = [self._token(*token, position < number) for token in each.forbidden]
+            revealed.append(fields)
         committed = min(max(frame.num_final, region.start), region.stop) - region.start
         hidden = [position - region.start for position in frame.hidden]
         return {"step": frame.step, "revealed": revealed, "hidden": hidden, "committed": committed}
 
-    def _token(self, token: int, log_prob: float) -> Fields:
-        return {"token": token, "text": self._token_text(token), "probability": math.exp(log_prob)}
+    def _num_at_start(self, index: int) -> int:
+        """How many positions no text precedes."""
+        progress = self.progresses[index]
+        return num_at_start(self._tokenizer, progress.before, *progress.given)
+
+    def _token(self, token: int, log_prob: float, first: bool) -> Fields:
+        """A token, with its bytes where it is a part of a character; a special one, which has no text, by its name."""
+        written = self._token_bytes(token, first=first)
+        text = written.decode(errors="replace") or str(self._tokenizer.decode([token]))
+        part = {"bytes": [*written]} if UNFINISHED in text else {}
+        return {"token": token, "text": text, **part, "probability": math.exp(log_prob)}
 
 
 def _event(content: Any) -> str:

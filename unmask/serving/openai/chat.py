@@ -13,6 +13,7 @@ from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_messages
 from unmask.errors import GenerationError
+from unmask.models.chat_template import without_start
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.errors import check_depth
 from unmask.serving.limits import Limits
@@ -100,7 +101,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
-    constraint, messages = format_constraint(body.response_format), template_messages(body.messages)
+    constraint = format_constraint(body.response_format)
+    messages = without_start(lm.tokenizer, template_messages(body.messages))
     if body.tool_choice == "none" or not body.tools:
         if body.tool_choice not in ("none", "auto"):
             raise GenerationError("there are no tools", where="tool_choice", remedy="Give some, or leave it out")
@@ -117,10 +119,12 @@ def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object, or as they are where they are none."""
+    """The arguments of a call as an object, an empty one where there are none, or as they are where they are no object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text.strip() or "null")
     except (ValueError, RecursionError):
         return text
+    if value is None:
+        return {}
     check_depth(value, "messages.tool_calls.function.arguments")
     return value if isinstance(value, dict) else text

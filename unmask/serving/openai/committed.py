@@ -5,15 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-UNFINISHED = "\ufffd"
-"""What tokenizers write for the first bytes of a character whose last bytes are missing."""
-CLEANED_UP = 4
-"""Characters at the end of a text that the next token may change, where a tokenizer removes spaces before punctuation."""
-
-
-DECODED_AGAIN = 8
-"""Tokens at least that are decoded before those that are new."""
-
 
 def find_stop(text: str, stops: Sequence[str], since: int = 0) -> tuple[int, int] | None:
     """Where, from `since` on, the stop string begins and ends that is complete first (of several, the longest); None: the text has none.
@@ -33,56 +24,27 @@ def _overlap(text: str, mark: str) -> int:
     return next((len(tail) - at for at in range(len(tail)) if tail[at] == mark[0] and mark.startswith(tail[at:])), 0)
 
 
-class GrowingText:
-    """The text of tokens that come one after the other. Only the last ones are decoded each time, after some before them, by which a
-    decoder may write them otherwise; all are, where it writes those before them otherwise.
-
-    Args:
-        decode: gives the text of tokens.
-    """
-
-    def __init__(self, decode: Callable[[Sequence[int]], str]):
-        self.decode = decode
-        self._first = self._read = 0  # tokens from the one to the other are decoded again
-        self._known = ""  # the text of those before the latter
-
-    def read(self, tokens: Sequence[int]) -> str:
-        """The text of all tokens, which begin with those of the call before."""
-        before, following = self.decode(tokens[self._first : self._read]), self.decode(tokens[self._first :])
-        whole = self._known + following[len(before) :] if following.startswith(before) else self.decode(tokens)
-        if len(tokens) - self._read >= DECODED_AGAIN and not whole.endswith(UNFINISHED):
-            self._first, self._read, self._known = self._read, len(tokens), whole
-        return whole
-
-
 class CommittedText:
     """A text that grows, and is cut before the first stop string.
 
     Args:
         stops: the stop strings, none empty.
-        cleans_up: whether the tokenizer removes spaces before punctuation, which the next token may be.
 
     Attributes:
         text: what has been released.
         stop: where the stop string begins and ends; None: there is none yet.
     """
 
-    def __init__(self, stops: Sequence[str], *, cleans_up: bool = False):
-        self.stops, self.cleans_up = stops, cleans_up
+    def __init__(self, stops: Sequence[str]):
+        self.stops = stops
         self.text = ""
         self.stop: tuple[int, int] | None = None
         self._searched = 0  # characters in which no stop string is
 
-    def _settled(self, whole: str) -> str:
-        """What the next token does not change."""
-        settled = whole.rstrip(UNFINISHED)
-        return settled[: max(0, len(settled) - CLEANED_UP)] if self.cleans_up else settled
-
-    def grow(self, whole: str, *, done: bool) -> str:
-        """What is released of the text, of which `whole` is there now; `done`: nothing follows."""
+    def grow(self, sure: str, *, done: bool) -> str:
+        """What is released of the text, of which nothing changes any more what is there; `done`: nothing follows."""
         if self.stop is not None:
             return ""
-        sure = whole if done else self._settled(whole)
         self.stop = find_stop(sure, self.stops, max(0, self._searched - max(map(len, self.stops), default=0)))
         self._searched = len(sure)
         if self.stop is not None:

@@ -85,7 +85,7 @@ class Logprob(TypedDict):
 
     token: str
     logprob: float
-    bytes: list[int] | None
+    bytes: list[int]  # of a special token none
 
 
 class TokenLogprob(Logprob):
@@ -102,11 +102,11 @@ class ChatLogprobs(TypedDict):
 
 
 class TextLogprobs(TypedDict):
-    """Of all tokens."""
+    """Of all tokens; null for the first token of a prompt, which nothing predicts."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]] | None
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
     text_offset: list[int]
 
 

@@ -10,11 +10,13 @@ from functools import partial
 from itertools import chain, groupby
 
 from unmask.config.sampler import SamplerConfig
+from unmask.data.decoding import text_after
 from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.errors import GenerationError
 from unmask.generation.constraints.bounded_process import bounded
 from unmask.generation.fill_in_the_middle import fim_prompt
-from unmask.generation.gap_lengths import FoundText, find_lengths
+from unmask.generation.gap_lengths import find_lengths
+from unmask.generation.prompt_log_probs import PromptLogProbs, prompt_log_probs
 from unmask.generation.requests import Request, make_infill_requests, make_requests, without_ends
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.serving.limits import Limits
@@ -91,6 +93,8 @@ async def plan_completion(context: Context, body: CompletionRequest | FimRequest
     """A completion, or with a suffix what stands before it."""
     prompts = _prompts(body.prompt)
     check_answers(context, len(prompts), body)
+    if body.max_tokens == 0 and (body.suffix or not (isinstance(body, CompletionRequest) and body.echo)):
+        raise GenerationError("0 tokens are no answer", where="max_tokens", remedy="Send 1 or more, or echo the prompt")
     if body.suffix and body.suffix != NO_SUFFIX:
         return await _plan_middle(context, body, prompts)
     config = sampler_config(context.lm, body, context.limits, top_log_probs=_top_log_probs(body))
@@ -106,17 +110,34 @@ async def plan_prompts(
     repeated = _repeated(encoded, body)
     make = partial(make_requests, context.lm, repeated, config, body.diffusion.keys)
     requests = await context.make(make, compiles=config.constraint is not None)
-    echoes = [""] * len(requests)
+    regions, weights = [Region(request.start, request.length) for request in requests], None
     if isinstance(body, CompletionRequest) and body.echo:
-        echoes = await asyncio.to_thread(_echoes, context.lm, body)
-    regions = [Region(request.start, request.length, echo) for request, echo in zip(requests, echoes, strict=True)]
-    return _plan(body, requests, config, regions, sum(map(len, encoded)))
+        echoes, weights = await _echoes(context, body, encoded)
+        shown = [echo for echo in echoes for _ in range(body.n)]
+        regions = [
+            Region(request.start, request.length if body.max_tokens != 0 else request.start, before, prompt=prompt)
+            for request, (before, prompt) in zip(requests, shown, strict=True)
+        ]
+    return _plan(body, requests, config, regions, sum(map(len, encoded)), weights)
 
 
-def _echoes(lm: DiffusionLM, body: CompletionRequest) -> list[str]:
-    """The prompt of each answer, as text."""
-    shown = [text if isinstance(text, str) else str(lm.tokenizer.decode(text)) for text in _prompts(body.prompt)]
-    return [text for text in shown for _ in range(body.n)]
+async def _echoes(
+    context: Context, body: CompletionRequest, encoded: list[list[int]]
+) -> tuple[list[tuple[str, PromptLogProbs | None]], int | None]:
+    """The text of each prompt with its log-probabilities, if they are wanted, and the weights that gave them, None: any."""
+    lm, logprobs = context.lm, body.logprobs
+
+    def decoded() -> list[str]:
+        return [text if isinstance(text, str) else text_after(lm.tokenizer, [], text) for text in _prompts(body.prompt)]
+
+    def found(between_steps: BetweenSteps) -> list[PromptLogProbs]:
+        return [prompt_log_probs(lm, ids, logprobs or 0, between_steps) for ids in encoded]
+
+    texts = await asyncio.to_thread(decoded)
+    if logprobs is None:
+        return [(text, None) for text in texts], None
+    prompts, weights = await _searched(context, found)
+    return list(zip(texts, prompts, strict=True)), weights
 
 
 async def plan_infill(context: Context, body: InfillRequest) -> Plan:
@@ -165,15 +186,20 @@ async def _with_lengths(
         check_length(context.lm, len(parts[0]), context.limits)
         return parts[0], None
 
-    def search(between_steps: BetweenSteps) -> list[FoundText]:
-        return context.bounded(lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps))()
+    def search(between_steps: BetweenSteps) -> list[int]:
+        return context.bounded(lambda: find_lengths(context.lm, [parts], config, max_gap, gap_mark, between_steps))()[0].ids
 
     check_length(context.lm, sum(map(len, parts)) + (len(parts) - 1) * max_gap, context.limits)
+    return await _searched(context, search)
+
+
+async def _searched(context: Context, search: Callable[[BetweenSteps], Result]) -> tuple[Result, int]:
+    """What a search finds, and the weights with which it found all of it."""
     while True:
         weights = context.service.weights
-        [found] = await context.service.search(search, owner=context.owner)
+        found = await context.service.search(search, owner=context.owner)
         if context.service.weights == weights:  # else a part of the search was of other weights
-            return found.ids, weights
+            return found, weights
 
 
 async def _infill_requests(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unmask.data.decoding import GrowingText, text_after, without_end
 from unmask.generation.frames import Frame
-from unmask.generation.output import Trace, end_of, make_generation, text_of
+from unmask.generation.output import Trace, end_of, make_generation
+from unmask.generation.prompt_log_probs import PromptLogProbs
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.serving.openai.committed import CommittedText, GrowingText, tokens_until
+from unmask.serving.openai.committed import CommittedText, tokens_until
 from unmask.serving.service import Event, Work
 
 
@@ -20,12 +22,14 @@ class Region:
         start, stop: its positions.
         before: text that the answer begins with.
         fills: whether the length was given by the text around it, so that the answer is whole.
+        prompt: the log-probabilities of the prompt, which the answer has too; None: it has not.
     """
 
     start: int
     stop: int
     before: str = ""
     fills: bool = False
+    prompt: PromptLogProbs | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,22 @@ class Progress:
         self.lm, self.work, self.region, self.stops = lm, work, region, stops
         self.ids = list(work.request.ids)
         self.outcome: Outcome | None = None
-        cleans_up = bool(getattr(lm.tokenizer, "clean_up_tokenization_spaces", False))
-        self._text = CommittedText(stops, cleans_up=cleans_up)
+        self._text = CommittedText(stops)
         self._log_probs = [0.0] * len(self.ids)
-        self._growing = GrowingText(self._decode)
+        self._growing = GrowingText(lm.tokenizer, self.before)
         self._tokens: list[int] = []  # committed, up to the end token
-        self._whole, self._step = "", 0  # their text, and the step that committed them
+        self._step = 0  # that committed them
+
+    @property
+    def before(self) -> list[int]:
+        """The tokens before those that are answered."""
+        return self.work.request.ids[: self.region.start]
+
+    @property
+    def given(self) -> tuple[list[int], list[bool]]:
+        """The tokens that are answered, as they were at first, and which are hidden."""
+        span = slice(self.region.start, self.region.stop)
+        return self.work.request.ids[span], self.work.request.hidden[span]
 
     @property
     def _needs_end(self) -> bool:
@@ -102,8 +116,8 @@ class Progress:
         if not new or (self.work.request.stop_at_eos and self._tokens and self._tokens[-1] in self.lm.eos_token_ids):
             return ""
         self._tokens += new[: end_of(new, self.lm.eos_token_ids)] if self.work.request.stop_at_eos else new
-        self._whole, self._step = self._growing.read(self._tokens), frame.step
-        released = self._text.grow(self._whole, done=False)
+        self._step = frame.step
+        released = self._text.grow(self._growing.settled(without_end(self._tokens, self.lm.eos_token_ids)), done=False)
         if self._text.stop is not None:
             self.end_here()
         return released
@@ -112,7 +126,7 @@ class Progress:
         """Answer what is committed, unless more is answered than is known before the end."""
         if self.outcome is None and not self._needs_end:
             log_probs = self._log_probs[self.region.start : self.region.start + len(self._tokens)]
-            self.outcome = self._cut(self._whole, self._tokens, log_probs, "stop", self._step, None, None)
+            self.outcome = self._cut(self._decode(self._tokens), self._tokens, log_probs, "stop", self._step, None, None)
 
     def _end(self, trace: Trace) -> str:
         request, region = self.work.request, self.region
@@ -123,10 +137,16 @@ class Progress:
         whole = self._decode(tokens)
         released = self._text.grow(whole, done=True)
         ended = bool(tokens) and request.stop_at_eos and tokens[-1] in self.lm.eos_token_ids
-        finish = "stop" if ended or region.fills or self._text.stop is not None else "length"
+        whole_text = ended or region.fills or self._text.stop is not None or self._is_complete()
+        finish = "stop" if whole_text else "length"
         steps = max(trace.steps, default=-1) + 1
         self.outcome = self._cut(whole, tokens, log_probs, finish, steps, trace.forward_passes, trace)
         return released
+
+    def _is_complete(self) -> bool:
+        """Whether there is a constraint, and the text meets it as a whole: no end token has to say that."""
+        gaps = self.work.request.gaps
+        return bool(gaps) and all(gap.automaton.accepts(self.ids[gap.start : gap.stop]) for gap in gaps)
 
     def _cut(
         self,
@@ -152,4 +172,4 @@ class Progress:
         return [list(zip(ids, log_probs, strict=True)) for ids, log_probs in pairs]
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return text_of(self.lm.tokenizer, tokens, self.lm.eos_token_ids)
+        return text_after(self.lm.tokenizer, self.before, tokens, self.lm.eos_token_ids)

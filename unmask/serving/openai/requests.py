@@ -184,7 +184,8 @@ class CalledFunction(Body):
     """A function that the assistant called."""
 
     name: str
-    arguments: str
+    arguments: str = ""
+    """JSON. Default: none, as with an empty text."""
 
 
 class ToolCall(Body):
@@ -338,12 +339,16 @@ class CompletionRequest(SamplingRequest):
         Discriminator(_kind_of_prompt, custom_error_type="prompt", custom_error_message=PROMPT),
     ]
     """A text, token ids, or a list of either."""
+    max_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    """The length of the answer, in tokens; shorter where it ends with an end token. With `echo` it may be 0. Default: that of
+    `SamplerConfig.max_new_tokens`."""
     suffix: str | None = None
     """The text after what is written: a gap is filled, by a bidirectional model or one that knows fill-in-the-middle prompts."""
     echo: bool = False
     """Whether the text begins with the prompt."""
     logprobs: int | None = Field(default=None, ge=0, le=20)
-    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many most probable tokens."""
+    """The answer has the log-probability of each token when it was revealed, at temperature 1, and of so many most probable tokens. With
+    `echo` it also has those of the prompt's tokens, from left to right; that of the first one is null."""
 
 
 class InfillRequest(SamplingRequest):

@@ -131,7 +131,8 @@ async def _edit(context: Context, body: EditRequest) -> Reply:
 
 async def _completion(context: Context, body: CompletionRequest) -> Reply:
     make_writer = partial(TextWriter, logprobs=body.logprobs is not None)
-    return Reply(context.service, body, await plan_completion(context, body), TEXT, make_writer)
+    plan = await plan_completion(context, body)
+    return await asyncio.to_thread(Reply, context.service, body, plan, TEXT, make_writer)  # it writes the tokens of echoed prompts
 
 
 async def _fim(context: Context, body: FimRequest) -> Reply:

@@ -44,7 +44,8 @@ def sampler_config(
         GenerationError: a limit is exceeded, a constraint is given twice, or two names of one field have different values.
     """
     default_tokens = default_tokens or min(SamplerConfig.model_fields["max_new_tokens"].default, limits.max_tokens)
-    max_tokens = tokens_wanted(request) or default_tokens
+    wanted = tokens_wanted(request)
+    max_tokens = default_tokens if wanted is None else max(wanted, 1)  # of none, the prompt alone is shown
     given = request.diffusion.sampler
     openai = {"max_new_tokens": max_tokens, "temperature": request.temperature, "top_p": request.top_p, "top_log_probs": top_log_probs}
     given |= {name: value for name, value in openai.items() if value is not None}
@@ -72,7 +73,7 @@ def tokens_wanted(request: SamplingRequest) -> int | None:
     newer = request.max_completion_tokens if isinstance(request, NewerRequest) else None
     if None not in (request.max_tokens, newer) and request.max_tokens != newer:
         raise GenerationError("differs from max_tokens", where="max_completion_tokens", remedy="Leave one out")
-    return newer or request.max_tokens
+    return request.max_tokens if newer is None else newer
 
 
 def seed_wanted(request: SamplingRequest) -> int | None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config.constraint import ConstraintConfig
+from unmask.data.decoding import text_after
 from unmask.data.special_tokens import encode
 from unmask.errors import DataError, GenerationError
 from unmask.generation.constraints.compiled import escape, regex_of
@@ -74,7 +75,7 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> CallFormat:
         return HERMES
     if not whole.startswith(start):
         return HERMES
-    text = str(tokenizer.decode(encode(tokenizer, whole[len(start) :]), skip_special_tokens=True))
+    text = text_after(tokenizer, [], encode(tokenizer, whole[len(start) :]))
     for at in (at for at, character in enumerate(text) if character == "{"):
         read = _read_object(text, at)
         if not isinstance(read, str) and read[0].get("name") == ANSWER:
@@ -181,7 +182,10 @@ class CallReader:
         return "open" if self.after.startswith(following) else "none"
 
     def _as_call(self, value: dict[str, Any]) -> Call | None:
-        name, arguments = value.get("name"), value.get(self.key)
+        keys = (self.key, *sorted({"arguments", "parameters"} - {self.key}))
+        name, arguments = value.get("name"), next((value[key] for key in keys if key in value), None)
+        if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
+            arguments = {}
         if isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False)
         return Call(name, arguments) if isinstance(name, str) and name in self.names and isinstance(arguments, str) else None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from unmask.serving.openai.committed import UNFINISHED
+from unmask.data.decoding import num_at_start, text_after, token_bytes, token_name, token_texts
 from unmask.serving.openai.edits import edited_region
 from unmask.serving.openai.plans import gaps
 from unmask.serving.openai.progress import Outcome, Progress
@@ -17,11 +17,6 @@ from unmask.serving.openai.tools import Call, CallReader
 LEAST_LOG_PROB = -9999.0
 """What OpenAI writes for a log-probability of minus infinity, which JSON has no number for."""
 Fields = dict[str, Any]
-
-
-def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """The text of one token, special ones included."""
-    return str(tokenizer.decode([token]))
 
 
 class TextWriter:
@@ -34,16 +29,17 @@ class TextWriter:
     def __init__(self, progress: Progress, *, logprobs: bool = False):
         self.progress, self.logprobs = progress, logprobs
         self.tokenizer = progress.lm.tokenizer
+        self._name = functools.cache(functools.partial(token_name, self.tokenizer))
+        prompt, self._of_prompt = progress.region.prompt, None
+        if prompt is not None:
+            top = prompt.top if progress.work.config.top_log_probs else []
+            self._of_prompt = self._listed([], prompt.tokens, prompt.log_probs, top, 0)
 
     @property
     def outcome(self) -> Outcome:
         """The answer, which is known when a choice is closed."""
         assert self.progress.outcome is not None
         return self.progress.outcome
-
-    def text_of(self, token: int) -> str:
-        """The text of one token."""
-        return token_text(self.tokenizer, token)
 
     @property
     def complete(self) -> bool:
@@ -74,14 +70,43 @@ class TextWriter:
     def _logprobs(self) -> Fields | None:
         if not self.logprobs:
             return None
-        texts = [self.text_of(token) for token in self.outcome.tokens]
-        offset, offsets = len(self.progress.region.before), []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        top = [{self.text_of(token): _finite(value) for token, value in reversed(each)} for each in self.outcome.top] or None
-        values = [_finite(value) for value in self.outcome.log_probs]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        outcome, region = self.outcome, self.progress.region
+        own = self._listed(self.progress.before, outcome.tokens, outcome.log_probs, outcome.top, len(region.before))
+        both = own if self._of_prompt is None else {name: self._of_prompt[name] + each for name, each in own.items()}
+        return {**both, "top_logprobs": both["top_logprobs"] or None}
+
+    def _listed(
+        self,
+        before: list[int],
+        tokens: list[int],
+        log_probs: Sequence[float | None],
+        top: Sequence[list[tuple[int, float]] | None],
+        offset: int,
+    ) -> dict[str, list[Any]]:
+        """The lists of `logprobs`, of tokens after others."""
+        firsts = self._firsts(before, tokens)
+        *offsets, _ = itertools.accumulate(map(len, token_texts(self.tokenizer, before, tokens)), initial=offset)
+        most = zip(tokens, top, firsts, strict=False)
+        return {
+            "tokens": [self._name(token, first=first) for token, first in zip(tokens, firsts, strict=True)],
+            "token_logprobs": [value if value is None else _finite(value) for value in log_probs],
+            "top_logprobs": [each and self._by_name(token, each, first) for token, each, first in most],
+            "text_offset": offsets,
+        }
+
+    def _firsts(self, before: list[int], tokens: list[int]) -> list[bool]:
+        """Of each token whether no text precedes it."""
+        number = num_at_start(self.tokenizer, before, tokens)
+        return [at < number for at in range(len(tokens))]
+
+    def _by_name(self, chosen: int, top: list[tuple[int, float]], first: bool) -> dict[str, float]:
+        """Log-probabilities of the likeliest tokens at a position. Of two with the same text, the other than the
+        chosen one has its id for a name, as vLLM writes it."""
+        found: dict[str, float] = {}
+        for token, log_prob in sorted(top, key=lambda pair: pair[0] != chosen):
+            name = self._name(token, first=first)
+            found[f"token_id:{token}" if name in found else name] = _finite(log_prob)
+        return found
 
 
 class FimWriter(TextWriter):
@@ -113,7 +138,7 @@ class InfillWriter(TextWriter):
     def _gaps(self) -> list[Fields]:
         ids = self.outcome.tokens
         return [
-            {"start": start, "length": stop - start, "text": str(self.tokenizer.decode(ids[start:stop], skip_special_tokens=True))}
+            {"start": start, "length": stop - start, "text": text_after(self.tokenizer, ids[:start], ids[start:stop])}
             for start, stop in gaps(self.progress.work.request)
         ]
 
@@ -165,13 +190,17 @@ class ChatWriter(TextWriter):
         if not self.logprobs:
             return None
         outcome = self.outcome
-        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), strict=True)
-        content = [self._token(token, value) | {"top_logprobs": [self._token(*each) for each in top]} for token, value, top in tokens]
+        firsts = self._firsts(self.progress.before, outcome.tokens)
+        tokens = zip(outcome.tokens, outcome.log_probs, outcome.top or [[]] * len(outcome.tokens), firsts, strict=True)
+        content = [
+            self._token(token, value, first) | {"top_logprobs": [self._token(*each, first) for each in top]}
+            for token, value, top, first in tokens
+        ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: int, log_prob: float) -> Fields:
-        text = self.text_of(token)
-        return {"token": text, "logprob": _finite(log_prob), "bytes": None if UNFINISHED in text else [*text.encode()]}
+    def _token(self, token: int, log_prob: float, first: bool) -> Fields:
+        written = token_bytes(self.tokenizer, token, first=first)
+        return {"token": self._name(token, first=first), "logprob": _finite(log_prob), "bytes": [*written]}
 
 
 class EditWriter(ChatWriter):

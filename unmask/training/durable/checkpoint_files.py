@@ -125,6 +125,9 @@ def fault(folder: Path) -> str | None:
         hashes = {name: str(each["sha256"]) for name, each in listed.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{FILE_LIST} is damaged"
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    if added := sorted(name for name in files - sizes.keys() - {FILE_LIST} if not name.rpartition("/")[2].startswith(".")):
+        return f"{added[0]} is not in {FILE_LIST}"  # transformers reads some by their names: scaler.pt
     try:
         for name, size in sizes.items():
             if (found := (folder / name).stat().st_size) != size:

@@ -19,9 +19,10 @@ from unmask.errors import TrainingError
 from unmask.models.adapters import has_adapters, merged, without_tables
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
-from unmask.training.checkpoints import checkpoints, remove_old
+from unmask.training.checkpoints import remove_old
 from unmask.training.config import rows_per_step
 from unmask.training.durable.checkpoint_files import MAKE_ROOM, bytes_of, check_free_space, fault, naming_write_errors, written_whole
+from unmask.training.run_files import checkpoints
 from unmask.training.run_log import write_sums
 
 

@@ -15,8 +15,8 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from unmask.errors import RunStopped
-from unmask.training.checkpoints import checkpoints
 from unmask.training.durable.lost_process import another_has_ended, go_on, lost_process
+from unmask.training.run_files import checkpoints
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
@@ -37,6 +37,8 @@ class StopOnSignal(TrainerCallback):
         resumes: whether the checkpoints that are there already are of this run.
         overwrites: whether the files that are there already are of an earlier one.
     """
+
+    steps_before = 0  # of earlier stages of a conversion, which sets it
 
     def __init__(self, output: Path, *, resumes: bool, overwrites: bool = False):
         self.output, self._overwrites = output, overwrites
@@ -92,7 +94,7 @@ class StopOnSignal(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._agreed:
-            raise self._stopped(f"after step {state.global_step}{self._stage(args)}, checkpoint saved")
+            raise self._stopped(f"after step {self.steps_before + state.global_step}{self._stage(args)}, checkpoint saved")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._training = False
@@ -100,7 +102,7 @@ class StopOnSignal(TrainerCallback):
             raise self._stopped(f"after the last step{self._stage(args)}")
 
     def _stage(self, args: Any) -> str:
-        return "" if Path(args.output_dir) == self.output else f" of {Path(args.output_dir).name}"
+        return "" if Path(args.output_dir) == self.output else f" (in {Path(args.output_dir).name})"
 
     def _agree(self, args: Any) -> bool:
         """Whether any process has received a signal. A collective, so that all stop after the same step."""

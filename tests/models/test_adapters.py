@@ -1,0 +1,215 @@
+"""Merged adapters compute what the adapted model does, over PEFT's kinds, tied or not; what cannot be merged is refused before training."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+from tests.helpers import partly_slow
+from tests.models.configurations import tiny_lm
+from tests.training.tiny_runs import TEXTS, equal, prepared, settings, tiny, weights
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.errors import ConfigError
+from unmask.models.adapters import add_adapters, merged, with_adapters
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.planning.blueprint import is_tied
+
+PLACES: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "table": {"target_modules": ["q_proj", "embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "DoRA of the table": {"target_modules": ["embed_tokens", "down_proj"], "use_dora": True},
+    "parameters": {"target_modules": [], "target_parameters": ["embed_tokens.weight"]},
+    "the whole table": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    "the whole head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "both whole": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+    "both whole, tied": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "rows": {"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]},
+    "rows of the table": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [5, 6]}},
+    "rows of the head": {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5, 6]}},
+    "biases": {"target_modules": ["q_proj"], "bias": "all"},
+}
+IDS_BT = torch.randint(3, 11, (2, 9), generator=torch.Generator().manual_seed(2))
+STAY_TIED = {"attention", "both whole, tied", "rows", "rows of the table", "biases"}
+"""Those that change table and head alike; PEFT trains the same rows of both."""
+UNMERGEABLE: dict[str, dict[str, Any]] = {
+    "of an invocation": {"alora_invocation_tokens": [5]},
+    "with a bias for layers without": {"lora_bias": True},
+    "of replicated layers": {"layer_replication": [(0, 1), (0, 2)]},
+}
+MODELS = {"llama": ("embed_tokens", "q_proj"), "gpt2": ("wte",), "gemma2": ("embed_tokens", "q_proj")}
+SETTINGS = {  # of kinds whose defaults do not fit tiny layers
+    "OFT": {"r": 0, "oft_block_size": 4},
+    "BOFT": {"boft_block_size": 4},
+    "FOURIERFT": {"n_frequency": 8},
+    "WAVEFT": {"n_frequency": 8},
+    "ADALORA": {"total_step": 10},
+    "C3A": {"block_size": 4},
+    "ROAD": {"group_size": 4},
+    "VBLORA": {"vector_length": 4, "num_vectors": 16},
+    "TRAINABLE_TOKENS": {"token_indices": [5, 6]},
+    "IA3": {"feedforward_modules": []},
+}
+
+
+def lora(**settings: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=2, task_type="CAUSAL_LM", **settings)
+
+
+def of_kind(kind: str, **settings: Any) -> peft.PeftConfig:
+    """The config of any kind, with what it takes of these settings."""
+    config_class = next(each for name, each in PEFT_TYPE_TO_CONFIG_MAPPING.items() if name.value == kind)
+    taken = {field.name for field in dataclasses.fields(config_class)}
+    every = {"task_type": "CAUSAL_LM", "r": 2, "num_virtual_tokens": 2, **settings, **SETTINGS.get(kind, {})}
+    return config_class(**{name: value for name, value in every.items() if name in taken})
+
+
+def moved(lm: DiffusionLM) -> DiffusionLM:
+    """The model in eval mode, with all that is trained moved at random."""
+    lm.model.eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in lm.model.parameters():
+            if weight.requires_grad:
+                weight += 0.1 * torch.randn(weight.shape, generator=generator).to(weight)
+    return lm
+
+
+def log_probs(lm: DiffusionLM) -> torch.Tensor:
+    """Of all tokens but those that are never predicted, at some positions, which only the head of these rows computes."""
+    rows_BT = torch.rand(2, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    with torch.no_grad():
+        logits = lm.logits(IDS_BT, rows_BT=rows_BT)
+    return logits[:, torch.isfinite(logits[0])].log_softmax(-1)
+
+
+def check_saved(lm: DiffusionLM, folder: Path) -> DiffusionLM:
+    """The saved and loaded model, which computes as the one in memory; that is unchanged by it."""
+    before = log_probs(lm)
+    merged(lm).save(folder)
+    loaded = load(folder, dtype=str(lm.weight_dtype).removeprefix("torch."))
+    torch.testing.assert_close(log_probs(loaded), before, rtol=0, atol=1e-5)
+    assert torch.equal(log_probs(lm), before)
+    return loaded
+
+
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")  # of an untied model
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("place", PLACES)
+def test_the_saved_model_is_the_trained_one(place, tied, tmp_path):
+    lm = tiny(tie_word_embeddings=tied)
+    start = log_probs(lm)
+    adapted = moved(with_adapters(lm, lora(**PLACES[place])))
+    assert (log_probs(adapted) - start).abs().max() > 1e-3
+    assert is_tied(check_saved(adapted, tmp_path).model) == (tied and place in STAY_TIED)
+
+
+@pytest.mark.parametrize(("name", "target"), [(name, target) for name in MODELS for target in MODELS[name]])
+def test_so_it_is_where_the_architecture_ties_by_default(name, target, tmp_path):
+    adapted = moved(with_adapters(tiny_lm(name, "bidirectional", dtype=torch.float32), lora(target_modules=[target])))
+    check_saved(adapted, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT's own, of some kinds
+@pytest.mark.parametrize("kind", sorted(each.value for each in PEFT_TYPE_TO_CONFIG_MAPPING))
+def test_every_kind_is_saved_as_trained_or_refused(kind, tmp_path):
+    saved = []
+    for target in ("q_proj", "embed_tokens"):
+        lm = tiny(tie_word_embeddings=True)
+        try:
+            adapted = with_adapters(lm, of_kind(kind, target_modules=[target]))
+        except ConfigError as error:
+            assert error.where.startswith("lora (peft_config)") and error.what
+            continue
+        saved.append(check_saved(moved(adapted), tmp_path / target))
+    refused = {"ADAPTION_PROMPT", "BEFT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"}
+    refused |= {"PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"}
+    assert bool(saved) != (kind in refused)
+
+
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed:UserWarning")
+@pytest.mark.parametrize("kind", UNMERGEABLE)
+def test_what_cannot_be_merged_is_refused_before_training(kind, tmp_path):
+    with pytest.raises(ConfigError, match=r"lora \(peft_config\): they cannot be merged into the weights"):
+        prepared("sft", tmp_path, peft_config=lora(target_modules=["q_proj"], **UNMERGEABLE[kind]))
+    prepared("sft", tmp_path, peft_config=lora(target_modules=["q_proj"]))  # the remedy
+
+
+def test_tied_adapters_of_two_layers_are_refused():
+    settings = lora(target_modules=["embed_tokens"], ensure_weight_tying=True)
+    with pytest.raises(ConfigError, match="cannot be merged"):  # PEFT's models with them cannot be copied
+        with_adapters(tiny(tie_word_embeddings=True), settings)
+
+
+def test_an_adapter_of_the_head_alone_gets_gradients_in_chunks_too(monkeypatch):
+    def gradients() -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        adapted = moved(with_adapters(tiny(dtype=torch.float64), lora(target_modules=["lm_head"])))
+        inputs = adapted.noised_inputs(IDS_BT, None, torch.ones(2, 9, dtype=torch.bool))
+        adapted.log_probs(inputs, IDS_BT.flatten()).sum().backward()
+        return {name: weight.grad for name, weight in adapted.model.named_parameters() if weight.requires_grad}
+
+    whole = gradients()
+    monkeypatch.setattr("unmask.models.hooks.head.LOGITS_AT_ONCE", 40)
+    chunked = gradients()
+    assert whole.keys() == chunked.keys() and all("lm_head" in name and grad.any() for name, grad in whole.items())
+    for name, gradient in whole.items():
+        torch.testing.assert_close(chunked[name], gradient, rtol=0, atol=1e-9)
+
+
+def test_adapters_can_be_switched_off_wherever_they_are():
+    for place, given in PLACES.items():
+        lm = tiny(tie_word_embeddings=True)
+        start = log_probs(lm)
+        adapted = moved(add_adapters(lm, lora(**given)))
+        if place != "biases":  # PEFT trains those of the base model
+            with adapted.model.disable_adapter():
+                torch.testing.assert_close(log_probs(adapted), start, rtol=0, atol=1e-6, msg=place)
+
+
+VERBS = ("sft", "pretrain", "dpo", "kto", "grpo")
+RUNS = [(verb, place, tied) for verb in VERBS for place in PLACES for tied in (True, False) if tied or verb == "sft"]
+QUICK = {("sft", "table", True), ("dpo", "both whole, tied", True), ("grpo", "rows", True), ("pretrain", "head", True)}
+
+
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
+@pytest.mark.parametrize(("verb", "place", "tied"), [pytest.param(*run, marks=[] if run in QUICK else pytest.mark.slow) for run in RUNS])
+def test_every_verb_saves_what_it_trained_and_resumes_it(verb, place, tied, tmp_path):
+    def trainer() -> Any:
+        lm = tiny("causal" if verb == "pretrain" else "bidirectional", tie_word_embeddings=tied)
+        adapters = lora(**PLACES[place], init_lora_weights="gaussian")
+        return prepared(verb, tmp_path / "run", lm, peft_config=adapters, save_strategy="steps", save_steps=1)
+
+    straight = trainer()
+    start = log_probs(straight.lm)
+    straight.train()
+    straight.save_model(str(tmp_path / "model"))
+    straight.lm.model.eval()
+    assert not torch.equal(log_probs(straight.lm), start)
+    torch.testing.assert_close(log_probs(load(tmp_path / "model")), log_probs(straight.lm), rtol=0, atol=1e-5)
+    resumed = trainer()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-1"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
+@partly_slow("place", ["rows", "attention", "head", "the whole head", "DoRA of all layers"], 0)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_conversion_saves_what_it_trained(tied, place, tmp_path):
+    adapters = lora(**PLACES.get(place, {"target_modules": "all-linear", "use_dora": True}), init_lora_weights="gaussian")
+    args = ConvertConfig(**settings(tmp_path / "run", max_steps=10, max_length=32))
+    trainer = ConvertTrainer(tiny("causal", tie_word_embeddings=tied), args, TEXTS, peft_config=adapters)
+    start = log_probs(trainer.lm)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    assert not torch.equal(log_probs(trainer.lm), start)
+    torch.testing.assert_close(log_probs(load(tmp_path / "model")), log_probs(trainer.lm), rtol=0, atol=1e-5)

@@ -1,0 +1,55 @@
+"""The settings under `training` as the configs of the verbs declare them, for `settings.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import MISSING, Field
+from typing import Any, get_type_hints
+
+from transformers import TrainingArguments
+
+from unmask.artifacts import package_version
+from unmask.commands.settings.listing import SET_BY_RUN
+from unmask.commands.verbs import VERBS
+from unmask.config.listing import Setting, one_line, plain_default, type_name
+
+STOCK = {field.name: field for field in dataclasses.fields(TrainingArguments)}
+
+
+def listed_settings() -> dict[str, Any]:
+    """What `settings.json` holds.
+
+    That is the version of transformers, the settings of its TrainingArguments, and those of each verb in the order of their declaration:
+    `[key, type, default, help]`, or the key alone of one that the verb leaves as it is.
+    """
+    stock = [_row(setting) for setting in training_settings(TrainingArguments)]
+    listed: dict[str, Any] = {"transformers": package_version("transformers"), "stock": stock}
+    for verb, entry in VERBS.items():
+        listed[verb] = [each.key if each.stock else _row(each) for each in training_settings(entry.config_class)]
+    return listed
+
+
+def _row(setting: Setting) -> list[Any]:
+    return [setting.key, setting.type, setting.default, setting.help]
+
+
+def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
+    """The settings under `training`."""
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.init and field.name not in SET_BY_RUN:
+            words = field.metadata.get("choices")
+            shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(hints[field.name])
+            described = one_line(field.metadata.get("help"))
+            yield Setting(f"training.{field.name}", shown, plain_default(default_of(field)), described, stock=is_stock(field))
+
+
+def is_stock(field: Field[Any]) -> bool:
+    """Whether a field is of TrainingArguments, with the same default and description."""
+    stock = STOCK.get(field.name)
+    return stock is not None and (field.default, field.metadata.get("help")) == (stock.default, stock.metadata.get("help"))
+
+
+def default_of(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()

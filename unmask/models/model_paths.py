@@ -1,0 +1,132 @@
+"""Where a model is, and whether its files are whole. Nothing here imports torch, so that a wrong path is an error at once."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from unmask.artifacts import read_file
+from unmask.errors import ModelError, UnmaskWarning
+
+RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL = "config.yaml", "manifest.json", "model"
+"""The resolved config, the manifest and the trained model in the output folder of a run."""
+CONFIG, INDEX, ADAPTER_CONFIG = "config.json", "model.safetensors.index.json", "adapter_config.json"
+OF_STAGE = re.compile(r"(stage|checkpoint)-\d+")
+LFS_POINTER = b"version https://git-lfs"
+"""What a file begins with that `git clone` wrote without Git LFS in the place of a large one."""
+AGAIN = "Download the folder again; `hf download NAME --local-dir FOLDER` resumes an interrupted download"
+
+
+def model_folder(path_or_id: str | os.PathLike[str]) -> str:
+    """Where a model is: for the folder of a training run, which has no config.json itself, the trained model in it. Warns if the run has
+    not finished, as the model may then be that of an earlier one."""
+    folder = Path(path_or_id)
+    trained = folder / TRAINED_MODEL
+    if (folder / CONFIG).exists() or not (trained / CONFIG).is_file():
+        return str(path_or_id)
+    with suppress(OSError, ValueError, AttributeError):  # no manifest of ours
+        if (state := json.loads(read_file(folder / RUN_MANIFEST)).get("state", "finished")) != "finished":
+            what = f"{folder}: the run has not finished ({state}), so {trained} may be the model of an earlier one"
+            warnings.warn(UnmaskWarning(what), stacklevel=2)
+    return str(trained)
+
+
+def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> None:
+    """Raise ModelError for a path that leads to no model, or to a part of one. A name on the hub is not looked up.
+
+    Args:
+        weights: whether they are needed, besides config and tokenizer.
+    """
+    where = model_folder(path_or_id)
+    folder = Path(where)
+    if not folder.exists():
+        # A name on the hub has at most one slash, and no folder of runs is an owner there.
+        if len(folder.parts) > 2 or where.startswith(("/", ".", "~")) or any(folder.parent.glob(f"*/{RUN_MANIFEST}")):
+            raise ModelError("no such folder", where=where, remedy=near_path(folder))
+        return
+    if not folder.is_dir():
+        raise ModelError("is a file, not the folder of a model", where=where, remedy=f"Name the folder: {folder.parent}")
+    if (folder / ADAPTER_CONFIG).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
+        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
+        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
+    if not (folder / CONFIG).exists():
+        _refuse_without_config(folder)
+    for path in (folder / CONFIG, folder / "tokenizer.json"):
+        _refuse_cut_json(path)
+    if weights:
+        _refuse_cut_weights(folder)
+
+
+def near_path(path: Path) -> str:
+    """A remedy for a path that leads nowhere: the path with the first part that is missing replaced by the most similar name there."""
+    missing = next(part for part in [*reversed(path.parents), path] if not part.exists())
+    names = [each.name for each in missing.parent.iterdir()] if os.access(missing.parent, os.R_OK | os.X_OK) else []
+    for name in difflib.get_close_matches(missing.name, names):
+        found = missing.parent / name / path.relative_to(missing)
+        if found.exists():
+            return f"Did you mean {found}?"
+    return "Check the path"
+
+
+def _refuse_without_config(folder: Path) -> None:
+    """Raise ModelError for a folder without config.json, with the model that is meant."""
+    if (folder / RUN_MANIFEST).is_file():
+        remedy = "Finish it with --resume, or name another model"
+        raise ModelError("is the folder of a run that has not saved its model", where=str(folder), remedy=remedy)
+    run = folder
+    while OF_STAGE.fullmatch(run.name):
+        run = run.parent
+    if run != folder and (run / TRAINED_MODEL / CONFIG).is_file():
+        found = [run / TRAINED_MODEL]
+    else:  # the folders of models and of runs in it
+        places = (f"*/{CONFIG}", f"*/{TRAINED_MODEL}/{CONFIG}")
+        found = sorted({folder / each.relative_to(folder).parts[0] for place in places for each in folder.glob(place)})
+    what = f"is {'a folder' if run == folder else 'a part of a run'}, and has no {CONFIG}"
+    remedy = f"Name {' or '.join(map(str, found[:3]))}" if found else "Name the folder of a model or of a run"
+    raise ModelError(what, where=str(folder), remedy=remedy)
+
+
+def _refuse_cut_json(path: Path) -> None:
+    """Raise ModelError for a JSON file that ends in the middle."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        if not file.read().rstrip().endswith(b"}"):
+            raise ModelError(f"{path.name} is incomplete", where=str(path.parent), remedy=AGAIN)
+
+
+def _refuse_cut_weights(folder: Path) -> None:
+    """Raise ModelError for a safetensors file that is missing, shorter than its header says, or a pointer of Git LFS."""
+    named: set[str] = set()
+    with suppress(OSError, ValueError, AttributeError, KeyError, TypeError):  # an index that cannot be read is refused where it is used
+        named = {str(name) for name in json.loads(read_file(folder / INDEX))["weight_map"].values()}
+    if missing := sorted(name for name in named if name.endswith(".safetensors") and "/" not in name and not (folder / name).exists()):
+        raise ModelError(f"lacks {', '.join(missing[:3])}, which its index names", where=str(folder), remedy=AGAIN)
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.is_file() and (fault := _fault_of(path)):
+            raise ModelError(f"{path.name} {fault}", where=str(folder), remedy=AGAIN)
+
+
+def _fault_of(path: Path) -> str | None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(len(LFS_POINTER))
+        if start == LFS_POINTER:
+            return "is a pointer of Git LFS, not the file itself"
+        length = int.from_bytes(start[:8], "little")
+        if len(start) < 8 or 8 + length > size:
+            return "is incomplete, or no safetensors file"
+        file.seek(8)
+        with suppress(ValueError, AttributeError, KeyError, TypeError, RecursionError):  # safetensors says what is wrong with the header
+            header: dict[str, Any] = json.loads(file.read(length))
+            end = max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+            if 8 + length + end > size:
+                return f"is incomplete: {size:,} of {8 + length + end:,} bytes"
+    return None
