@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, MLflowCallback, TrackioCallback, WandbCallback
 from typer.testing import CliRunner
 
 from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
@@ -21,8 +22,9 @@ from unmask.cli import app
 from unmask.config.trackers import NEEDS
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, UnmaskWarning
 from unmask.supervised.sft import SFTConfig
+from unmask.training.trackers import RUNS_NAME, TrackedRuns
 
 THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
 
@@ -100,6 +102,152 @@ def test_logging_dir_is_where_tensorboard_writes_and_nothing_else_is_refused(tmp
     assert file.parent == tmp_path / "logs"
     with pytest.raises(ConfigError, match=r"logging_dir: TensorBoard alone writes there\. Set report_to: tensorboard"):
         SFTConfig(**settings(tmp_path) | {"logging_dir": "logs"})
+
+
+class InterruptionError(Exception):
+    """What ends a run after some steps."""
+
+
+class InterruptAfter(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == self.step:
+            raise InterruptionError
+
+
+def interrupt(verb: str, folder: Path, **more: Any) -> None:
+    """Begin a run of 6 steps with a checkpoint every 2, and end it amid the last two."""
+    with pytest.raises(InterruptionError):
+        trained(verb, folder, callbacks=[InterruptAfter(5 if verb == "sft" else 2)], **more).train()
+
+
+def trained(verb: str, folder: Path, callbacks: list[TrainerCallback] | None = None, **more: Any) -> Any:
+    """A conversion has its interruption in its second stage, of 4 steps."""
+    more = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 1, **more}
+    if verb == "sft":
+        return make("sft", folder, callbacks=callbacks, **more)
+    stages = [{"share": 2, "train": ["attention"]}, {"share": 4}]
+    trainer = convert(folder, **more | {"stages": stages, "eval_strategy": "no"})
+    trainer.rest["callbacks"] = [*(callbacks or []), *(trainer.rest.get("callbacks") or [])]
+    return trainer
+
+
+BOTH = pytest.mark.parametrize("verb", ["sft", "convert"])
+LOSSES = [1, 2, 3, 4, 5, 6]
+
+
+@BOTH
+@pytest.mark.parametrize("logging_dir", [None, "logs"])
+def test_a_resumed_run_goes_on_in_its_tensorboard_folder(verb, logging_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.integrations.integration_utils.default_logdir", iter(["runs/first", "runs/second"]).__next__)
+    kept = {"report_to": "tensorboard", "logging_dir": logging_dir}
+    interrupt(verb, tmp_path / "run", **kept)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    trained(verb, moved, **kept).train(resume_from_checkpoint=True)
+    [folder] = {file.parent for file in event_files(tmp_path)}
+    assert folder == (tmp_path / "logs" if logging_dir else moved / "runs" / "first")
+    assert sorted(step for step, _ in points(folder, "train/loss")) == LOSSES
+
+
+@BOTH
+def test_a_new_run_in_the_folder_of_another_has_runs_of_its_own(verb, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.integration_utils.default_logdir", iter(["runs/first", "runs/second"]).__next__)
+    for more in ({"report_to": "tensorboard"}, {}, {"report_to": "tensorboard"}):
+        trained(verb, tmp_path, **more, max_steps=2, save_strategy="no").train()
+        assert (tmp_path / RUNS_NAME).exists() == bool(more)
+    assert [file.parent.name for file in event_files(tmp_path)] == ["first", "second"]
+
+
+@BOTH
+def test_a_resumed_run_goes_on_in_its_wandb_run(verb, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    interrupt(verb, tmp_path / "run", report_to="wandb")
+    first = wandb.run.id
+    wandb.finish()
+    trained(verb, tmp_path / "run", report_to="wandb").train(resume_from_checkpoint=True)
+    assert wandb.run.id == first
+    wandb.finish()
+    wandb.teardown()
+
+
+@BOTH
+def test_a_resumed_run_goes_on_in_its_mlflow_run(verb, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    interrupt(verb, tmp_path / "run", report_to="mlflow")
+    mlflow.end_run()
+    trained(verb, tmp_path / "run", report_to="mlflow").train(resume_from_checkpoint=True)
+    mlflow.flush_async_logging()
+    [run] = mlflow.MlflowClient().search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert {metric.step for metric in mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")} == {*LOSSES}
+
+
+@BOTH
+def test_a_resumed_run_goes_on_in_its_trackio_run(verb, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    trackio = pytest.importorskip("trackio")
+    place, project = importlib.import_module("trackio.utils").TRACKIO_DIR, f"resumed-{verb}"
+    interrupt(verb, tmp_path / "run", report_to="trackio", project=project)
+    trackio.finish()
+    trained(verb, tmp_path / "run", report_to="trackio", project=project).train(resume_from_checkpoint=True)
+    with contextlib.closing(sqlite3.connect(place / f"{project}.db")) as database:
+        lines = [(name, json.loads(line)) for name, line in database.execute("SELECT run_name, metrics FROM metrics")]
+    assert len({name for name, _ in lines}) == 1
+    assert {line["train/global_step"] for _, line in lines if "train/loss" in line} == {*LOSSES}
+
+
+class Service(SimpleNamespace):
+    """A tracker's module, in which a run can be opened."""
+
+    run = None
+    opened: dict[str, Any] | None = None
+
+    def init(self, **run: Any) -> None:
+        self.opened = run
+
+    def active_run(self) -> None:
+        return None
+
+    def start_run(self, **run: Any) -> None:
+        if run["run_id"] == "deleted":
+            raise RuntimeError("no such run\nin this store")
+        self.opened = run
+
+
+def reopened(kind: type[TrainerCallback], run: dict[str, Any], folder: Path) -> tuple[Service, SimpleNamespace]:
+    """What a resumed run opens of one that is noted in its folder."""
+    tracker, service, args = kind.__new__(kind), Service(), SimpleNamespace(run_name=None)
+    tracker._wandb = tracker._ml_flow = service
+    tracker._auto_end_run = False  # which its end reads
+    (folder / RUNS_NAME).write_text(json.dumps({kind.__name__: run}))
+    runs = TrackedRuns([tracker], folder)
+    runs.resumed = True
+    runs.on_train_begin(args, SimpleNamespace(is_world_process_zero=True, global_step=3), None)
+    return service, args
+
+
+def test_each_tracker_opens_the_run_that_is_noted(tmp_path, monkeypatch):
+    """As seen by its module, which need not be installed."""
+    of_wandb = {"project": "p", "entity": None, "id": "x"}
+    assert reopened(WandbCallback, of_wandb, tmp_path)[0].opened == {**of_wandb, "resume": "allow"}
+    assert reopened(MLflowCallback, {"run_id": "y"}, tmp_path)[0].opened == {"run_id": "y"}
+    assert reopened(TrackioCallback, {"name": "z"}, tmp_path)[1].run_name == "z"
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "mine")
+    assert reopened(WandbCallback, of_wandb, tmp_path)[0].opened is None
+    assert reopened(MLflowCallback, {"run_id": "y"}, tmp_path)[0].opened is None
+
+
+def test_a_run_that_a_tracker_does_not_have_any_more_is_told(tmp_path):
+    with pytest.warns(UnmaskWarning, match=r"MLflow cannot go on in the run .*, and begins another: no such run$"):
+        assert reopened(MLflowCallback, {"run_id": "deleted"}, tmp_path)[0].opened is None
 
 
 def test_every_tracker_of_transformers_is_known():

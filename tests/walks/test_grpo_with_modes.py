@@ -257,13 +257,15 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
 # Troubleshooting.
 
 
-def test_a_batch_that_is_too_small_for_a_group_is_refused_with_what_fits(model, monkeypatch):
+def test_out_of_memory_takes_a_batch_of_2_in_the_mode_memory(model, monkeypatch):
     monkeypatch.setenv("DIFFU_BATCH_SIZE", "2")
     run = ["--recipe", "grpo-sudoku", "--mode", "memory", "--model", model, "--output", "out"]
     here = [word for word in HERE if "per_device" not in word and "accumulation" not in word] + ["training.max_steps=1"]
-    error = refused(*run, *here)
-    assert "num_generations: 4 completions a step are not a multiple of 6" in error
-    assert "set gradient_accumulation_steps to 3" in error
+    result = unmask("grpo", *run, *here)
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "training.gradient_accumulation_steps is 6" in result.stderr
+    error = refused(*run, "--overwrite", *here, "training.gradient_accumulation_steps=4")
+    assert "num_generations: 8 completions a step are not a multiple of 6. Set gradient_accumulation_steps to 3." in error
     result = unmask("grpo", *run, "--overwrite", *here, "training.gradient_accumulation_steps=3")
     assert result.exit_code == 0, (result.output, result.exception)
 

@@ -181,7 +181,7 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.commands.settings.older_variables import older_layers
+    from unmask.commands.settings.older_variables import older_layers, with_whole_groups
     from unmask.migration.formats import refuse_old
 
     verb = str(ctx.info_name)
@@ -196,6 +196,8 @@ def train(
         from unmask.commands.settings.modes import adapt_recipes
 
         layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
+    if verb == "grpo":
+        layers = with_whole_groups(layers, os.environ)
     if debug:
         enable_debug_output(ctx)
     resume_from, settings = split_resume(resume, resolve(layers))

@@ -247,6 +247,7 @@ class ConvertTrainer:
         self.found.clear()
         if checkpoint is not None and self.args.should_save:
             self.run_record.show(self.changed, self.resumed_step, self.ends[-1])
+        self.trackers.runs.resumed = bool(resume_from_checkpoint)
         with alone_in(self.args.output_folder):
             self._train(resume_from_checkpoint or False, checkpoint)
 

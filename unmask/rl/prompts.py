@@ -141,7 +141,8 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
     if completions % args.num_generations:
         what = f"{completions} completions a step are not a multiple of {args.num_generations}"
         whole = args.num_generations // math.gcd(args.train_batch_size * args.world_size, args.num_generations)
-        remedy = f"Change per_device_train_batch_size, or set gradient_accumulation_steps to {whole} or a multiple of it"
+        steps = whole * max(1, round(args.gradient_accumulation_steps / whole))
+        remedy = f"Set gradient_accumulation_steps to {steps}"
         raise ConfigError(what, where="num_generations", remedy=remedy)
     chooses = args.curriculum is not None or args.dynamic_sampling
     if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:

@@ -44,7 +44,7 @@ from unmask.training.resume.record import RunRecord
 from unmask.training.resume.resumption import Resumption
 from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
 from unmask.training.step_timer import Phases
-from unmask.training.trackers import set_tensorboard_dir
+from unmask.training.trackers import TrackedRuns, set_tensorboard_dir
 
 if TYPE_CHECKING:
     import peft
@@ -116,6 +116,8 @@ class DiffusionTrainer(Trainer):
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
         set_tensorboard_dir(self.callback_handler.callbacks, args.logging_dir)
+        self._tracked_runs = TrackedRuns(self.callback_handler.callbacks, args.output_folder)
+        self.callback_handler.callbacks.insert(0, self._tracked_runs)
         for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
@@ -184,6 +186,7 @@ class DiffusionTrainer(Trainer):
         """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if the run ended before it.
         A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite another."""
         self._throughput = Throughput()
+        self._tracked_runs.resumed = bool(resume_from_checkpoint)
         with naming_write_errors(self.args.output_folder, FULL_DISK):
             checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
             with alone_in(self.args.output_folder), ending_workers(self):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from tests.training.tiny_runs import unmask
-from unmask.commands.settings.older_variables import OLDER_OF_GRPO, older_layers
-from unmask.config.layers import read_layers
+from unmask.commands.settings.older_variables import DEFAULTS, OLDER_OF_GRPO, older_layers, with_whole_groups
+from unmask.config.layers import Layer, Layers, read_layers
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
+from unmask.rl.config import GRPOConfig
 
 
 def read(verb: str = "grpo", **environ: str) -> dict[str, Any]:
@@ -90,8 +92,59 @@ def test_without_vllm_its_address_is_passed_over():
     assert read(VLLM_SERVER_HOST="gpu7", GRPO_USE_VLLM="1") == served
 
 
+@pytest.mark.parametrize(
+    ("verb", "name", "remedy"),
+    [
+        ("sft", "DIFFU_BATCHSIZE", "Did you mean 'DIFFU_BATCH_SIZE'?"),
+        ("grpo", "DIFFU_MODEL", "Did you mean 'DIFFU_MODEL_PATH'?"),
+        ("grpo", "GRPO_BATCH", "Did you mean 'GRPO_BATCH_SIZE'?"),
+        ("pretrain", "DIFFU_XYZ", "Known: DIFFU_BATCH_SIZE, DIFFU_DATASET, DIFFU_MIXED_PRECISION, DIFFU_MODEL_PATH."),
+        ("sft", "GRPO_BATCH", None),
+        ("grpo", "VLLM_USE_V1", None),
+    ],
+)
+def test_a_variable_that_is_unknown_is_told(verb, name, remedy, capsys):
+    assert read(verb, **{name: "1"}) == {}
+    assert capsys.readouterr().err == (f"{name} is not read: no variable has this name. {remedy}\n" if remedy else "")
+
+
+def grouped(config: dict[str, Any] | None = None, verb_layers: Sequence[Layer] = (), **environ: str) -> tuple[int, int]:
+    """The batch and the accumulation of a run with the values of the recipe grpo-sudoku: groups of 6, two batches of 6."""
+    recipe = {"num_generations": 6, "per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+    layers = [Layer("recipe grpo-sudoku", {"training": recipe}), *([Layer("run.yaml", {"training": config})] if config else [])]
+    training = with_whole_groups(Layers([*layers, *older_layers(environ, "grpo"), *verb_layers]), environ).merged()["training"]
+    return training["per_device_train_batch_size"], training["gradient_accumulation_steps"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE"])
+@pytest.mark.parametrize("batch", range(1, 17))
+def test_a_batch_of_a_variable_leaves_groups_whole_and_the_step_as_it_was(batch, name, world):
+    found, steps = grouped(**{name: str(batch)}, WORLD_SIZE=str(world))
+    assert found == batch and found * steps * world % 6 == 0
+    fitting = [number for number in range(1, 13) if batch * number * world % 6 == 0]
+    assert steps == 2 if 2 in fitting else steps in fitting
+    if 12 % batch == 0 and 2 not in fitting and 12 // batch in fitting:
+        assert found * steps == 12
+
+
+def test_what_a_user_says_of_accumulation_stays(capsys):
+    assert grouped(DIFFU_BATCH_SIZE="2") == (2, 6)
+    assert "training.gradient_accumulation_steps is 6, as 2 batches of 2 completions are no whole groups of 6" in capsys.readouterr().err
+    assert grouped({"gradient_accumulation_steps": 2}, DIFFU_BATCH_SIZE="2") == (2, 2)
+    assert grouped(DIFFU_BATCH_SIZE="2", GRPO_GRAD_ACCUM_STEPS="4") == (2, 4)
+    assert grouped({"per_device_train_batch_size": 5}) == (5, 2)  # no variable's
+    assert grouped(verb_layers=[Layer("command line", {"training": {"per_device_train_batch_size": 4}})], DIFFU_BATCH_SIZE="2") == (4, 2)
+    assert grouped({"num_generations": "six"}, DIFFU_BATCH_SIZE="2") == (2, 2)  # is refused later
+
+
+def test_the_defaults_are_those_of_the_config(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
+
+
 def test_of_several_processes_only_the_first_tells(capsys):
-    assert read(DIFFU_BATCH_SIZE="2", RANK="1")
+    assert read(DIFFU_BATCH_SIZE="2", DIFFU_X="1", RANK="1")
     assert capsys.readouterr().err == ""
 
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from unmask.config.layers import Layer, nested_settings
+from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.console import is_first_process
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, did_you_mean
 from unmask.tasks import get_task
 
 Settings = dict[str, Any]
 """Values by dotted key."""
 SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 VLLM_PORT = 8000
+BATCH_VARIABLES = ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE")
+DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
+"""Those of `GRPOConfig`, which takes seconds to import."""
 
 
 class Variable(NamedTuple):
@@ -28,7 +32,7 @@ class Variable(NamedTuple):
 
 
 def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
-    """A layer for each variable that is set and not empty; a line on stderr says how it is read.
+    """A layer for each variable that is set and not empty; a line on stderr says how it is read, and another for each that is unknown.
 
     Raises:
         ConfigError: an invalid value.
@@ -38,6 +42,9 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
     if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # there is no server, so its address is ignored
         texts.pop("VLLM_SERVER_HOST", None)
     layers = []
+    prefixes = ("DIFFU_", "GRPO_") if verb == "grpo" else ("DIFFU_",)
+    for name in sorted(name for name in environ if name.startswith(prefixes) and name not in variables):
+        _say(environ, f"{name} is not read: no variable has this name. {did_you_mean(name, variables)}")
     for name, text in texts.items():
         source = f"environment variable {name}"
         try:
@@ -45,9 +52,35 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
         except (KeyError, ValueError):
             raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
         layers.append(Layer(source, nested_settings(settings)))
-        if is_first_process(environ):
-            print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)
+        _say(environ, f"{name} is read as {' and '.join(settings)}")
     return layers
+
+
+def _say(environ: Mapping[str, str], line: str) -> None:
+    if is_first_process(environ):
+        print(line, file=sys.stderr)
+
+
+def with_whole_groups(layers: Layers, environ: Mapping[str, str]) -> Layers:
+    """The layers of `unmask grpo`. Where a variable changes the batch so that a step does not hold whole groups, gradients are accumulated
+    over as many batches as keep the step's completions, or nearly so, unless a user says over how many."""
+    batch_key, steps_key = (f"training.{name}" for name in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    variables = [f"environment variable {name}" for name in BATCH_VARIABLES]
+    steps_source = layers.source_of(steps_key)
+    if (source := layers.source_of(batch_key)) not in variables or not (steps_source or "recipe ").startswith("recipe "):
+        return layers
+    earlier = Layers(layer for layer in layers if layer.source not in variables)
+    batch, before = layers.value_of(batch_key), earlier.value_of(batch_key) or DEFAULTS["per_device_train_batch_size"]
+    accumulated = layers.value_of(steps_key) or DEFAULTS["gradient_accumulation_steps"]
+    group = layers.value_of("training.num_generations") or DEFAULTS["num_generations"]
+    if not all(isinstance(number, int) and number > 0 for number in (before, accumulated, group)):  # which are refused later
+        return layers
+    whole = group // math.gcd(batch * int(environ.get("WORLD_SIZE", 1)), group)
+    if accumulated % whole == 0:
+        return layers
+    steps = whole * max(1, round(before * accumulated / batch / whole))
+    _say(environ, f"{steps_key} is {steps}, as {accumulated} batches of {batch} completions are no whole groups of {group}")
+    return Layers([*layers, Layer(str(source), nested_settings({steps_key: steps}))])
 
 
 def _number(key: str) -> Variable:
