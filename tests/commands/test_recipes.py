@@ -31,8 +31,9 @@ CONVERSIONS = sorted(path.stem for path in (RECIPES / "conversion").glob("*.yaml
 PREFERENCES = sorted(path.stem for path in (RECIPES / "preference").glob("*.yaml"))
 OCAML_TESTS = """
 let assertions =
-  (assert ((f (1)) = (2)));
-  (assert ((f (2)) = (3)));
+  (assert ((f 1) = 2));
+  (assert ((f 2) = 3));
+  ()
 """
 TASKS = ["sudoku", "countdown", "gsm8k", "math500", "code-python", "code-ocaml", "code-ocaml-causal"]
 HERE = {
