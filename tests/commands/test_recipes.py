@@ -71,12 +71,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "math500": [{"problem": "1 + 1?", "solution": "2", "answer": "2"}] * 8,
         "mbpp": [{"text": "Write f.", "code": "def f(): return 1", "test_list": ["assert f() == 1"], "task_id": 1}] * 8,
         "ocaml": [{"prompt": "let f (n : int) : int =", "tests": OCAML_TESTS}] * 8,
-            {
-                "prompt": "let f (n : int) : int =",
-                "tests": "\nlet assertions =\n  (assert ((f 1) = 2);\n   assert ((f 2) = 3);\n   assert ((f 5) = 6))",
-            }
-        ]
-        * 8,
     }
     for name, some in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))

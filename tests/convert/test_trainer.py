@@ -189,7 +189,7 @@ def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path, capsys):
     assert rows["maskable"].sum(1).tolist() == [8] * len(PAIRS)
     assert not (views.hidden_BMT[:, 0] & ~rows["maskable"]).any()
     capsys.readouterr()
-    converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=6)
+    converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=6, disable_tqdm=False)
     assert capsys.readouterr().out.count("train_dataset: rows") == 1  # not once a stage
 
 

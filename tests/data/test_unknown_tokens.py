@@ -155,7 +155,9 @@ def test_a_token_cache_made_of_unknown_text_is_not_read_by_a_run_that_refuses_it
 
 
 def test_the_report_says_how_much_is_unknown(tmp_path, capsys):
-    trainer = SFTTrainer(tiny(), SFTConfig(**settings(tmp_path), max_unknown=0.5), [*PAIRS, {"prompt": "a", "completion": "x1x"}])
+    trainer = SFTTrainer(
+        tiny(), SFTConfig(**settings(tmp_path, disable_tqdm=False), max_unknown=0.5), [*PAIRS, {"prompt": "a", "completion": "x1x"}]
+    )
     found = trainer.train_dataset.report.to_dict()["unknown_tokens"]
     assert found["examples"] == ["x", "1"] and 0 < found["fraction"] < 0.1
     assert f"{found['fraction']:.2%}" in capsys.readouterr().out

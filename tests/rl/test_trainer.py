@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections import Counter
@@ -29,6 +30,7 @@ from unmask.rl.rollout_collector import RewardedCompletions
 from unmask.rl.trainer import GRPOTrainer
 from unmask.rl.update_buffer import Update, load_updates, save_updates
 from unmask.tasks import get_task
+from unmask.training.durable.checkpoint_files import FILE_LIST, described
 
 METHODS = ["diffu-grpo", "cj-grpo"]
 
@@ -388,7 +390,7 @@ def test_the_name_of_a_task_is_a_reward(tmp_path):
 
 
 def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
-    refused = r"num_generations: 4 completions.* not a multiple of 6\. Change per_device.*, or set .*_steps to 3 or a multiple"
+    refused = r"num_generations: 4 completions.* not a multiple of 6\. Set gradient_accumulation_steps to 3"
     with pytest.raises(ConfigError, match=refused):
         make("grpo", tmp_path, num_generations=6)
     make("grpo", tmp_path, num_generations=6, gradient_accumulation_steps=3)
@@ -498,10 +500,12 @@ def test_one_config_trains_models_of_several_families(tmp_path):
 def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
-    (tmp_path / "checkpoint-1" / "rollouts-1.pt").touch()
-    (tmp_path / "checkpoint-1" / "checkpoint_files.json").unlink()  # as of an earlier version
+    checkpoint = tmp_path / "checkpoint-1"
+    (checkpoint / "rollouts-1.pt").touch()
+    listed = json.loads((checkpoint / FILE_LIST).read_text())["files"] | described(checkpoint, [checkpoint / "rollouts-1.pt"])
+    (checkpoint / FILE_LIST).write_text(json.dumps({"files": listed}))
     with pytest.raises(TrainingError, match="checkpoint-1: cannot be resumed from: it was saved by more than 1 processes"):
-        make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(checkpoint))
 
 
 def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_path):

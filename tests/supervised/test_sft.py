@@ -185,7 +185,7 @@ def test_packed_rows_hide_each_example_at_a_time_of_its_own(tmp_path):
 
 def test_what_cannot_be_used_is_left_out_and_counted_where_the_config_says_so(tmp_path, capsys):
     rows = [*PAIRS, {"prompt": "a", "completion": "b" * 40}, {"prompt": "a"}]
-    trainer = make("sft", tmp_path, rows=rows, bad_rows="skip")
+    trainer = make("sft", tmp_path, rows=rows, bad_rows="skip", disable_tqdm=False)
     assert trainer.train_dataset == make("sft", tmp_path).train_dataset
     assert trainer.train_dataset.report.dropped == {"too long": [8], "a column is missing": [9]}
     shown = capsys.readouterr().out

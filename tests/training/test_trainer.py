@@ -335,7 +335,7 @@ class Recorder:
 
 def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
     progress = Recorder()
-    trainer = make("sft", tmp_path, max_steps=4, progress=progress)
+    trainer = make("sft", tmp_path, max_steps=4, progress=progress, disable_tqdm=False)
     assert "tokens" in capsys.readouterr().out  # the report of the data, before training
     trainer.train()
     assert progress.fractions == sorted(progress.fractions)

@@ -61,7 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     type(lm.model)(config).save_pretrained(folder / "stock")
     tokenizer.save_pretrained(folder / "stock")
     problems = [
-        {"prompt": f"let {name} (n : int) : int =", "tests": f"\nlet assertions =\n  (assert (({name} 1) = 1))"} for name in ("f", "g")
+        {
+            "prompt": f"let {name} (n : int) : int =",
+            "tests": f"\nlet assertions =\n  (assert (({name} 1) = 2));\n  (assert (({name} 2) = 3));\n  ()",
+        }
+        for name in ("f", "g")
     ]
     (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     return folder
