@@ -43,7 +43,7 @@ def test_every_block_runs_twice_from_an_empty_folder(tmp_path, monkeypatch):
 
 def give(words: list[str]) -> None:
     """Run a command of Unmask, with few steps and rows."""
-    if words[0] == "make":
+    if words[0] in ("make", "pip"):
         return
     if words[1] == "serve":
         with command(*words[2:]):

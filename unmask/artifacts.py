@@ -25,8 +25,9 @@ from unmask.redaction import masked, masked_words
 from unmask.variables import SETTING
 
 MAX_FILE = 2**30
-PASSED = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
 """Bytes of a file of a run at most."""
+PASSED = re.compile(r"/dev/stdin|(/dev|/proc/self)/fd/\d+")
+"""The paths of pipes that a shell passes, as in `--config <(...)`."""
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 

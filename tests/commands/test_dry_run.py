@@ -103,7 +103,7 @@ LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] 
 def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(attention, more, tmp_path, monkeypatch):
     lm = tiny(attention, hidden_size=64, num_hidden_layers=4, intermediate_size=192, num_attention_heads=4)
     lm.save(tmp_path / "model")
-    more = {"max_length": 60, "optim": "adamw_torch_fused", "reference": "stored", "max_steps": 2} | more
+    more = {"max_length": 60, "optim": "adamw_torch_fused", "max_steps": 2} | more
     config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(update={"training": {"use_cpu": True, **more}})
     config = config.model_copy(update={"training": config.training | {"per_device_train_batch_size": 4}})
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
@@ -149,7 +149,7 @@ def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path,
     )
     (tmp_path / "judge.py").write_text("def judge(prompts, completions, chosen): return [0.5] * len(chosen)")
     training = {"use_cpu": True, "max_length": 64, "per_device_train_batch_size": 4, "num_train_epochs": 3, "eval_strategy": "epoch"}
-    training |= {"judge": f"{tmp_path}/judge.py:judge", "log_variance_steps": 1}
+    training |= {"judge": f"{tmp_path}/judge.py:judge"}
     config = run_config(model, tmp_path, tmp_path)
     (line,) = dry_run("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
     assert sum(scored) == 8 and line["steps"] == "30"

@@ -192,7 +192,7 @@ class ConvertTrainer:
         progress, rest: as in DiffusionTrainer.
 
     Raises:
-        ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no steps.
+        ConfigError: a causal pattern, adapters with a time embedding, FSDP or DeepSpeed, or a stage that trains nothing or has no steps.
         DataError: a row lacks a column, or there is no text.
     """
 

@@ -33,7 +33,7 @@ def model_folder(path_or_id: str | os.PathLike[str]) -> str:
     with suppress(OSError, ValueError, AttributeError):  # no manifest of ours
         if (state := json.loads(read_file(folder / RUN_MANIFEST)).get("state", "finished")) != "finished":
             what = f"{folder}: the run has not finished ({state}), so {trained} may be the model of an earlier one"
-            warnings.warn(UnmaskWarning(what), stacklevel=2)
+            warnings.warn(UnmaskWarning(what), stacklevel=1)  # once, whoever asks
     return str(trained)
 
 

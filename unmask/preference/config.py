@@ -123,8 +123,9 @@ class DPOConfig(PairConfig):
 
     def adapter_conflict(self, *, has_adapters: bool) -> Conflict:
         """A reference under adapters, of a policy without them."""
-        others = "se reference stored or frozen"
-        remedy = f"U{others}" if weight_sharding_setting(self) else f"Set lora (in Python: peft_config), or u{others}"
+        remedy = "Set lora (in Python: peft_config), or use reference stored or frozen"
+        if weight_sharding_setting(self):
+            remedy = "Use reference stored or frozen"
         what = "the policy has no adapters"
         return Conflict("reference and lora", self.reference == "adapter" and not has_adapters, what, remedy)
 

@@ -173,7 +173,7 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
         wanted = ", ".join(members(wanted)) if listed else _inside(wanted, r"\{", r"\}") or wanted
         given = given if listed else _inside(given, r"\{", r"\}") or given
         parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
-        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, reference, question)) for part in parts]
+        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
 
@@ -220,7 +220,7 @@ def _unlabelled(text: str, named: str) -> str:
     return found[2] if found and re.search("[a-zA-Z]", found[1]) and occurs(found[1], named) else text
 
 
-def _without_unit(given: str, wanted: str, reference: str, question: str) -> str:
+def _without_unit(given: str, wanted: str, question: str) -> str:
     """The answer without a unit that the reference lacks and the question names."""
     if UNIT.search(wanted) is None and "%" not in wanted and PERCENT.search(given):
         return PERCENT.sub("", given) if PERCENT_ASKED.search(question) else given

@@ -20,7 +20,7 @@ from transformers.integrations.integration_utils import (
     get_reporting_integration_callbacks,
 )
 
-from unmask.artifacts import write_atomic
+from unmask.artifacts import read_file, write_atomic
 from unmask.errors import UnmaskWarning, first_line
 
 RUNS_NAME = "trackers.json"
@@ -55,7 +55,7 @@ class TrackedRuns(TrainerCallback):
             return
         if not self.resumed:
             self.path.unlink(missing_ok=True)
-        for kind, run in (json.loads(self.path.read_text()) if self.path.exists() else {}).items():
+        for kind, run in self._earlier().items():
             for tracker in self.trackers:
                 if type(tracker).__name__ == kind:
                     try:
@@ -63,6 +63,14 @@ class TrackedRuns(TrainerCallback):
                     except Exception as error:  # of the tracker, such as for a run that was deleted there
                         what = f"{kind.removesuffix('Callback')} cannot go on in the run {run}, and begins another: {first_line(error)}"
                         warnings.warn(UnmaskWarning(what), stacklevel=2)
+
+    def _earlier(self) -> dict[str, Any]:
+        """The runs that trackers had when the checkpoint was written; none if the file was damaged since, with a warning."""
+        try:
+            return dict(json.loads(read_file(self.path))) if self.path.exists() else {}
+        except (OSError, ValueError, TypeError) as error:
+            warnings.warn(UnmaskWarning(f"{self.path} cannot be read, and the trackers begin new runs: {first_line(error)}"), stacklevel=2)
+            return {}
 
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         """Note the runs that the trackers have begun."""

@@ -147,7 +147,13 @@ def random_request(draw: random.Random, lm: Any) -> tuple[str, dict[str, Any]]:
     path = draw.choice(["completions", "chat/completions"] + ["infill", "fim/completions"] * (lm.attention == "bidirectional"))
     size, letters = draw.randint(1, 12), lambda: "".join(draw.choice("abc") for _ in range(draw.randint(1, 6)))
     asked: dict[str, Any] = {"n": draw.randint(1, 2), "temperature": draw.choice([0.0, 0.7, 1.5]), "top_p": draw.choice([1.0, 0.8])}
-    rules = [{}, {"steps": draw.randint(1, size)}, {"threshold": 0.3}, {"tokens_per_step": 2, "policy": "random"}, {"factor": 0.5}]
+    rules = [
+        {},
+        {"steps": draw.randint(1, size) if lm.attention == "bidirectional" else size},
+        {"threshold": 0.3},
+        {"tokens_per_step": 2, "policy": "random"},
+        {"factor": 0.5},
+    ]
     asked["diffusion"] = draw.choice(rules)
     if path == "infill":
         lengths = [draw.choice([None, size]) for _ in range(2)]
