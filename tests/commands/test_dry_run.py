@@ -116,7 +116,7 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
     assert planned == pytest.approx(made.flops[-1], rel=0.07)  # checkpointing does not make the last product again
     trainer = make("dpo", tmp_path / "again", load(tmp_path / "model"), LONG_PAIRS, **more)
     weights = sum(weight.nbytes for weight in trainer.lm.model.parameters())
-    held = weights * (2 if more["reference"] == "frozen" else 1)
+    held = weights * (2 if more.get("reference") == "frozen" else 1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         trainer.train()
     changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
