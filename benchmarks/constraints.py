@@ -20,8 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import unmask
 from benchmarks.harness import heading, report, timed
 from unmask.config.constraint import ConstraintConfig
+from unmask.data.decoding import BYTES
 from unmask.generation.constraints.compiled import compile_constraint
-from unmask.generation.constraints.vocabulary import BYTES, read_vocabulary
+from unmask.generation.constraints.vocabulary import read_vocabulary
 from unmask.models.load import make_diffusion
 
 VOCABULARY, TOKENS, PROMPT, STEPS = 32_000, 128, 64, 4
