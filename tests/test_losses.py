@@ -19,6 +19,7 @@ from tests.training.tiny_runs import ALPHABET, batch, make, ranks, tiny
 from unmask import losses
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.methods import METHODS
+from unmask.rl.methods.base import fixed_settings
 from unmask.rl.prompts import completion_key
 from unmask.training.trainer import DiffusionTrainer
 
@@ -202,7 +203,7 @@ def test_gradients_of_policies_are_the_trainers(method, tmp_path):
         tiny(dtype=torch.float64),
         reward=ranks,
         method=method,
-        **{"epsilon": None, "difficulty": [-99.0, 99.0]} | more | beta,
+        **{"epsilon": None} | ({} if "difficulty" in fixed_settings(losses.get_method(method)) else {"difficulty": [-99.0, 99.0]}) | more | beta,
     )
     lm, size = trainer.lm, trainer.args.max_completion_length
     rows = [trainer.train_dataset[index] for index in range(4)]
