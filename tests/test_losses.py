@@ -197,13 +197,14 @@ def test_gradients_of_labelled_responses_are_the_trainers(tmp_path):
 def test_gradients_of_policies_are_the_trainers(method, tmp_path):
     beta = {"beta": 0.1, "kl_to": "reference"} if "beta" in {*losses.get_method(method).__dataclass_fields__} else {}
     more = {} if method == "bgpo" or "epsilon" not in losses.get_method(method).__dataclass_fields__ else {"epsilon": 0.2}
+    difficulty = {} if "difficulty" in fixed_settings(losses.get_method(method)) else {"difficulty": [-99.0, 99.0]}
     trainer = make(
         "grpo",
         tmp_path,
         tiny(dtype=torch.float64),
         reward=ranks,
         method=method,
-        **{"epsilon": None} | ({} if "difficulty" in fixed_settings(losses.get_method(method)) else {"difficulty": [-99.0, 99.0]}) | more | beta,
+        **{"epsilon": None} | difficulty | more | beta,
     )
     lm, size = trainer.lm, trainer.args.max_completion_length
     rows = [trainer.train_dataset[index] for index in range(4)]

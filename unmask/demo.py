@@ -227,7 +227,7 @@ class Demo:
     def dpo(self, phase: Phase) -> None:
         pairs = self.preferences(self.settings.dpo * self.settings.batch // 4)
         arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
-        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
+        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4}, stale_reference="replace")
         DPOTrainer(self.lm, args, pairs, progress=phase).train()
 
     def grpo(self, phase: Phase) -> None:

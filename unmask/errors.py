@@ -56,7 +56,8 @@ class DataError(UnmaskError):
         """An error of a row, with the setting that leaves such rows out as another remedy; any other error unchanged."""
         if self.reason is None:
             return self
-        remedy = f"{(self.remedy or 'Mend the row').rstrip('.')}. Or leave such rows out with training.bad_rows=skip"
+        remedy = (self.remedy or "Mend the row").rstrip(".")
+        remedy += f"{'' if remedy.endswith('?') else '.'} Or leave such rows out with training.bad_rows=skip"
         return type(self)(self.what, where=self.where, remedy=remedy, reason=self.reason)
 
 

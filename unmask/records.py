@@ -10,8 +10,8 @@ import os
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,36 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
     what = f"no column {names} (present: {found})"
     remedy = did_you_mean(missing[0], present, "Rename a column: docs/data.md and docs/tasks.md list those of each verb and task")
     raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
+
+
+def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """As `require_names`, for a row, where None (an empty cell) is an error too."""
+    names = list(names)
+    require_names(row, names, where)
+    if empty := [name for name in names if row[name] is None]:
+        filled = ", ".join(repr(name) for name, value in row.items() if value is not None) or "none"
+        what = f"no value in column {', '.join(map(repr, empty))}: null or left out (filled: {filled})"
+        raise DataError(what, where=where, remedy="Fill it in, or remove the row", reason="without a value")
+
+
+def require_text(row: Mapping[str, Any], name: str, where: str, setting: str | None = None) -> None:
+    """As `require_values`, for the column of a text. `setting` is the setting that names the column, for the error."""
+    if setting and name not in row:
+        what = f"no column {name!r} (present: {', '.join(map(repr, row)) or 'none'})"
+        texts = [other for other, value in row.items() if isinstance(value, str)]
+        remedy = f"Name an existing column with text: {setting}={texts[0] if texts else 'NAME'}"
+        raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
+    require_values(row, (name,), where)
+
+
+@contextmanager
+def prepending_place(where: str) -> Iterator[None]:
+    """Prepends `where`, the place of a row, to the place of DataErrors raised inside."""
+    try:
+        yield
+    except DataError as error:
+        where = f"{where}, {error.where}" if error.where else where
+        raise error.moved(where) from error
 
 
 def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:

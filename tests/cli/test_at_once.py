@@ -50,12 +50,16 @@ def mistakes() -> list[list[str]]:
             [*start, "--data", "rows.jsonl", "--config", "nowhere.yaml"],
             [*start, "--data", "rows.jsonl", "--output", "rows.jsonl"],
             [*start, "--data", "rows.jsonl", "--report-to", "wandbb"],
+            [*start, "--data", "other.csv"],
+            [*start, "--data", "broken.jsonl"],
+            [*start, "--data", "rows.jsonl", "--task", "gsm8k"],
         ]
     wrong += [[verb, "nowhere/at/all", *more] for verb, *more in (["generate", "--prompt", "a"], ["chat"], ["serve"], ["inspect"])]
     wrong += [["generate", "cut", "--prompt", "a"], ["serve", "cut"], ["export", "cut", "--layout", "hf", "--output", "r"]]
     wrong += [["evaluate", "nowhere/at/all", "--task", "sudoku"], ["evaluate", "model", "--task", "sudku"]]
     wrong += [["evaluate", "model", "--likelihood", "nowhere.txt"], ["evaluate", "model", "--task", "gsm8k", "--data", "nowhere.jsonl"]]
     wrong += [["evaluate", "model", "--task", "sudoku", "--against", "nowhere/at/all"], ["evaluate", "model"]]
+    wrong += [["evaluate", "model", "--task", "gsm8k", "--data", "other.csv"]]
     wrong += [["migrate", "nowhere.yaml"], ["report", "nowhere"], ["runs", "nowhere"], ["new", "model"], ["config", "stf"], ["demo", "x"]]
     return wrong
 
@@ -67,6 +71,8 @@ def test_every_mistake_and_question_is_answered_before_anything_heavy_is_importe
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"")
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
     (tmp_path / "rows.docx").write_text("a")
+    (tmp_path / "other.csv").write_text("question,reply\na,b\n")
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"')
     shutil.copy(REPOSITORY / "docs" / "samples" / "trl-dpo.yaml", tmp_path / "trl.yaml")
     lines = [*HELP, *ANSWERS, *mistakes()]
     environ = os.environ | {"PYTHONPATH": str(REPOSITORY)}

@@ -406,7 +406,7 @@ def test_held_out_rows_are_evaluated_on_at_the_end_at_least(model, tmp_path):
 
 @pytest.mark.parametrize("verb", ["sft", "dpo"])
 def test_a_text_column_that_is_not_read_is_refused(verb, model, tmp_path):
-    (tmp_path / "rows.jsonl").write_text('{"text": "1", "content": "2"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"text": "1", "content": "2", "chosen": "3", "rejected": "4"}\n')
     result = unmask(verb, "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out", "data.text_column=content")
     assert result.exit_code == 2 and "answers to prompts are read from columns of fixed names" in result.output
 

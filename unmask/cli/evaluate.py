@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ from unmask.config.evaluation import EvaluationConfig
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import for_stdout, show_table
-from unmask.data.sources import check_source
+from unmask.data.sources import check_source, first_records
 from unmask.errors import ConfigError
 from unmask.models.model_paths import check_model
 from unmask.redaction import shell_line
@@ -76,10 +77,12 @@ def evaluate(
         refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
     for path in filter(None, (model.path, evaluation.against)):
         check_model(path)
-    for task in evaluation.tasks:
-        get_task(task)
+    tasks = {name: get_task(name) for name in evaluation.tasks}
     for source in sources:
         check_source(source)
+    for name, source in evaluation.sources.items():
+        with closing(first_records(source)) as records:
+            next(tasks[name].rows(records), None)
     choose_threads(model.path)
     from unmask.commands.evaluate import evaluate as run_evaluation
     from unmask.commands.evaluate import refuse_unread

@@ -8,13 +8,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing, suppress
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,14 +27,25 @@ from unmask.cli.settings import most_set, show_help
 from unmask.cli.threads import choose_threads
 from unmask.commands.settings.listing import check_training
 from unmask.config.layers import read_layers
-from unmask.config.run import RunConfig, check_output_folder, import_modules, inputs_of, resolve, resumes_in_place, split_resume, to_yaml
+from unmask.config.run import (
+    DataSource,
+    RunConfig,
+    check_output_folder,
+    import_modules,
+    inputs_of,
+    resolve,
+    resumes_in_place,
+    split_resume,
+    to_yaml,
+)
 from unmask.config.trackers import check_trackers
 from unmask.console import for_stdout, is_first_process, show_table
-from unmask.data.sources import check_source
-from unmask.errors import ConfigError, UnmaskError
+from unmask.data.formats import check_row
+from unmask.data.sources import check_source, first_records
+from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.models.model_paths import check_model
 from unmask.redaction import shown
-from unmask.tasks import get_task
+from unmask.tasks import Task, get_task
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 if TYPE_CHECKING:
@@ -220,7 +232,7 @@ def train(
 
 
 def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
-    check_inputs(settings)
+    check_inputs(verb, settings)
     in_place = resumes_in_place(settings.output_dir, resume)
     inputs = inputs_of(settings)
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
@@ -238,14 +250,29 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
         show_summary(verb, settings, time.monotonic() - started)
 
 
-def check_inputs(settings: RunConfig) -> None:
-    """Raise UnmaskError for a model, data or a task that is not there, before what takes seconds to import."""
+def check_inputs(verb: str, settings: RunConfig) -> None:
+    """Raise UnmaskError for a model, data or a task that is not there, or a first row without the columns of the verb, before what takes
+    seconds to import."""
     check_model(settings.model.path, weights=not settings.model.from_scratch)
-    if settings.data.task is not None:
-        get_task(settings.data.task)
+    task = None if settings.data.task is None else get_task(settings.data.task)
     for source in (settings.data.train, settings.data.eval):
-        for path in [source] if isinstance(source, str) else [each.path for each in source or ()]:
-            check_source(path)
+        for each in [DataSource(path=source)] if isinstance(source, str) else source or ():
+            check_source(each.path)
+            check_first_row(verb, settings, task, each)
+
+
+def check_first_row(verb: str, settings: RunConfig, task: Task | None, source: DataSource) -> None:
+    training: Any = settings.training
+    with closing(first_records(source.path)) as records:
+        if task is not None:
+            next(task.rows(records), None)
+        elif training.get("bad_rows") != "skip":
+            column = source.text_column or training.get("text_column") or settings.data.text_column
+            try:
+                for _, row in islice(records, 1):
+                    check_row(verb, row, f"{source.path}, row 0", text_column=column, loss_type=training.get("loss_type"))
+            except DataError as error:
+                raise (error.skippable() if verb in ("sft", "dpo") else error) from error
 
 
 def show_summary(verb: str, settings: RunConfig, seconds: float) -> None:
@@ -270,7 +297,7 @@ def show_config(verb: str, settings: RunConfig) -> None:
 
     args = planned_arguments(verb, settings)
     if Path(settings.model.path).is_dir():  # what its attention ignores is left out
-        with contextlib.suppress(UnmaskError):
+        with suppress(UnmaskError):
             args.check_model(partial(read_pattern, settings.model), settings)
     typer.echo(for_stdout(to_yaml(resolved(settings, args))), nl=False)
 

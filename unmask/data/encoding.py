@@ -28,6 +28,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.data.decoding import has_text
+from unmask.data.formats import is_ids
 from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, without_marks
 from unmask.errors import DataError
 from unmask.models.chat_template import ANSWER, render_template
@@ -295,10 +296,6 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
 
 def is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(item, Mapping) and "role" in item for item in value)
-
-
-def is_ids(value: Any) -> TypeGuard[Sequence[int]]:
-    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, int) for item in value)
 
 
 def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], start: int, stop: int) -> Sequence[int]:

@@ -22,11 +22,10 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeGuard
 
-from unmask.data.encoding import is_ids
-from unmask.data.rows import require_values
 from unmask.errors import DataError
+from unmask.records import prepending_place, require_text, require_values
 
 Example = dict[str, Any]
 
@@ -198,6 +197,19 @@ def read_prompt(row: Mapping[str, Any]) -> Example:
     return Reader([PROMPT]).read(row)
 
 
+def check_row(verb: str, row: Mapping[str, Any], where: str, *, text_column: str, loss_type: str | None = None) -> None:
+    """Raise DataError for a row at `where` that a training verb cannot read. `loss_type` is that of preferences, if it was given."""
+    if verb == "pretrain" or (verb == "convert" and {"completion", "messages"}.isdisjoint(row)):
+        require_text(row, text_column, where, "data.text_column")
+        return
+    preferences = UNPAIRED if loss_type == "kto" and "label" in row else PREFERENCES
+    with prepending_place(where):
+        if verb == "grpo":
+            read_prompt(row)
+        else:
+            Reader(preferences if verb == "dpo" else SUPERVISED).read(row)
+
+
 class Reader:
     """Reads rows of one format: that of the first good row. Later rows must have the same format, and the same types of text.
 
@@ -247,6 +259,10 @@ class Reader:
         alone is no trace."""
         formats = [known for known in reversed(self.formats) if known is not TRACE or not row.keys().isdisjoint(TRACE.columns[1:])]
         return max(formats, key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)])
+
+
+def is_ids(value: Any) -> TypeGuard[Sequence[int]]:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, int) for item in value)
 
 
 def _type(value: Any) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
 from typing import Any
@@ -22,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from unmask.data.encoding import encode_documents
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.errors import DataError
-from unmask.records import require_names
+from unmask.records import prepending_place, require_text
 
 TEXTS_AT_ONCE = 256
 """Texts that are tokenised together and held in memory."""
@@ -48,12 +47,7 @@ class Column:
     def __iter__(self) -> Iterator[Any]:
         for index, row in enumerate(self.dataset):
             where = f"{self.where}, row {index}"
-            if self.setting and self.name not in row:
-                what = f"no column {self.name!r} (present: {', '.join(map(repr, row)) or 'none'})"
-                texts = [name for name, value in row.items() if isinstance(value, str)]
-                remedy = f"Name an existing column with text: {self.setting}={texts[0] if texts else 'NAME'}"
-                raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
-            require_values(row, (self.name,), where)
+            require_text(row, self.name, where, self.setting)
             value = row[self.name]
             if isinstance(value, str) and not value.isascii() and SURROGATE.search(value):
                 what = f"{value!r:.80} is not valid Unicode"  # Python's escape of a byte that is not UTF-8
@@ -69,26 +63,6 @@ def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
         raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise DataError("the dataset is empty", where=where, remedy="Give at least one row")
-
-
-def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """As `require_names`, for a row, where None (an empty cell) is an error too."""
-    names = list(names)
-    require_names(row, names, where)
-    if empty := [name for name in names if row[name] is None]:
-        filled = ", ".join(repr(name) for name, value in row.items() if value is not None) or "none"
-        what = f"no value in column {', '.join(map(repr, empty))}: null or left out (filled: {filled})"
-        raise DataError(what, where=where, remedy="Fill it in, or remove the row", reason="without a value")
-
-
-@contextmanager
-def prepending_place(where: str) -> Iterator[None]:
-    """Prepends `where`, the place of a row, to the place of DataErrors raised inside."""
-    try:
-        yield
-    except DataError as error:
-        where = f"{where}, {error.where}" if error.where else where
-        raise error.moved(where) from error
 
 
 def iter_text_rows(

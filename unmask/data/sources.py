@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from unmask.config.run import DataSource
 from unmask.errors import DataError, UnmaskWarning
 from unmask.models.model_paths import near_path
-from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
+from unmask.records import Record, kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -87,6 +87,12 @@ def check_source(path_or_id: str | os.PathLike[str]) -> None:
         raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
 
 
+def first_records(source: str) -> Generator[Record, None, None]:
+    """The rows of a CSV or JSON file, each with its place; none of other sources, which are slow to open. Raises as `read_records`."""
+    if kind_of(source) in RECORDS and Path(source).is_file():
+        yield from read_records(source)
+
+
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source, each with its place for errors. Raises as `load_rows`."""
     if records := _record_files(path_or_id, split):
@@ -134,11 +140,11 @@ def _text_files(source: str, split: str) -> list[str]:
     Raises:
         DataError: the folder has no such split.
     """
-    import datasets
-
     folder = Path(source)
     if not folder.is_dir():
         return [source] if kind_of(source) in TEXTS else []
+    import datasets
+
     if any((folder / name).exists() for name in SAVED):
         return []
     try:

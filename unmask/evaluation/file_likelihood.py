@@ -13,7 +13,7 @@ import numpy as np
 from unmask.console import Phase, tracked
 from unmask.data.encoding import encode_pair, encode_prompt, encode_turns
 from unmask.data.formats import SUPERVISED, Reader
-from unmask.data.rows import Column, prepending_place
+from unmask.data.rows import Column
 from unmask.data.sources import load_examples
 from unmask.errors import DataError
 from unmask.evaluation.item_log import ItemLog
@@ -22,6 +22,7 @@ from unmask.evaluation.result_file import Item, TaskScores
 from unmask.evaluation.statistics import group_interval, ratio
 from unmask.evaluation.tasks import as_metric, item_ids, rows_fingerprint
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.records import prepending_place
 from unmask.redaction import masked_text
 
 NATS_PER_TOKEN = "nats per token"

@@ -16,8 +16,8 @@ from unmask.config.run import SamplerConfig
 from unmask.config.user_code import failing_as
 from unmask.console import Phase, tracked
 from unmask.data.decoding import text_after, token_texts
-from unmask.data.encoding import Prompt, encode_row, is_ids
-from unmask.data.formats import read_prompt
+from unmask.data.encoding import Prompt, encode_row
+from unmask.data.formats import is_ids, read_prompt
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.item_log import ItemLog

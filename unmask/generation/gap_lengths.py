@@ -32,7 +32,8 @@ import torch
 
 from unmask.config.sampler import SamplerConfig
 from unmask.data.decoding import has_text
-from unmask.data.encoding import encode_completion, encode_prompt, is_ids
+from unmask.data.encoding import encode_completion, encode_prompt
+from unmask.data.formats import is_ids
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import GenerationError

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from unmask.artifacts import read_file, write_atomic
-from unmask.data.encoding import encode_row, is_ids
-from unmask.data.formats import read_prompt
-from unmask.data.rows import prepending_place
+from unmask.data.encoding import encode_row
+from unmask.data.formats import is_ids, read_prompt
 from unmask.data.unknown_tokens import UnknownTokens
 from unmask.diffusion.rng import Stream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.records import prepending_place
 from unmask.rl.config import GRPOConfig
 from unmask.training.config import row_length
 
