@@ -71,8 +71,10 @@ class DemoSettings:
         test_rows: number of held-out problems; none shares its solution with a training problem.
         text_mistakes: fraction of the answers in the text that contain a mistake.
         mistakes: the same fraction in the demonstrations for SFT.
+        empty: fewest and most empty cells of a puzzle of grids; None: the task's own.
         hidden, layers: width and depth of the model.
         batch: rows per step.
+        supervised_rate, policy_rate: factors of the learning rates of pretraining, conversion and SFT, and of DPO and GRPO.
         pretrain, convert, sft, dpo, grpo: optimizer steps of each verb.
         seconds: duration of each verb on two cores, for the first estimate of the time left.
         remark: what the report and the summary say of the sizes.
@@ -82,9 +84,12 @@ class DemoSettings:
     test_rows: int = 800
     text_mistakes: float = 0.5
     mistakes: float = 0.465
+    empty: tuple[int, int] | None = None
     hidden: int = 128
     layers: int = 4
     batch: int = 128
+    supervised_rate: float = 1.0
+    policy_rate: float = 1.0
     pretrain: int = 280
     convert: int = 360
     sft: int = 140
@@ -95,20 +100,22 @@ class DemoSettings:
 
 
 QUICK = DemoSettings(
-    rows=1000,
-    test_rows=60,
+    rows=4000,
+    test_rows=200,
+    empty=(2, 5),
     hidden=64,
-    layers=2,
-    batch=64,
-    pretrain=30,
-    convert=30,
-    sft=15,
-    dpo=3,
-    grpo=3,
-    seconds=(("pretrain", 3), ("convert", 5), ("sft", 2), ("dpo", 3), ("grpo", 4)),
-    remark="This was the quick demo: its figures show that everything works, and are too small to teach.",
+    batch=32,
+    supervised_rate=1.5,
+    policy_rate=3.0,
+    pretrain=280,
+    convert=280,
+    sft=120,
+    dpo=12,
+    grpo=8,
+    seconds=(("pretrain", 10), ("convert", 15), ("sft", 7), ("dpo", 4), ("grpo", 6)),
+    remark="This was the quick demo: a small model that has just begun to learn, on easy puzzles.",
 )
-"""Every stage in seconds."""
+"""Every stage in seconds: long enough that what each teaches is seen."""
 
 
 class Stage(NamedTuple):
@@ -156,7 +163,7 @@ class Demo:
 
     def __init__(self, target: str, output: Path, seed: int, settings: DemoSettings):
         self.target, self.output, self.seed, self.settings = target, output, seed, settings
-        self.task = task = task_of(target)
+        self.task = task = task_of(target, settings.empty)
         self.train = task.generate("train", settings.rows, seed)
         self.test = task.generate("test", settings.test_rows, seed + 1)
         self.text = answered(task, self.train, settings.text_mistakes, seed)
@@ -166,11 +173,13 @@ class Demo:
         self.lm = character_model(task.alphabet, hidden=settings.hidden, layers=settings.layers, context=context, seed=seed)
         self.runs: list[Run] = []
 
-    def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
-        """The TrainingArguments that all verbs share."""
+    def arguments(self, name: str, steps: int, rate: float, **more: Any) -> dict[str, Any]:
+        """The TrainingArguments that all verbs share; `rate` is the learning rate of the full demo."""
+        factor = self.settings.policy_rate if name in ("dpo", "grpo") else self.settings.supervised_rate
         return {
             "output_dir": str(self.output / name),
             "max_steps": steps,
+            "learning_rate": rate * factor,
             "per_device_train_batch_size": self.settings.batch,
             "logging_steps": 5,
             "save_strategy": "no",
@@ -198,17 +207,17 @@ class Demo:
 
     def pretrain(self, phase: Phase) -> None:
         rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
-        args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, learning_rate=2e-3, packing=False))
+        args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, 2e-3, packing=False))
         PretrainTrainer(self.lm, args, rows, progress=phase).train()
 
     def convert(self, phase: Phase) -> None:
-        args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3, canvas_length=self.task.max_completion))
+        args = ConvertConfig(**self.arguments("convert", self.settings.convert, 2e-3, canvas_length=self.task.max_completion))
         trainer = ConvertTrainer(self.lm, args, self.text, progress=phase)
         trainer.train()
         self.lm = trainer.lm
 
     def sft(self, phase: Phase) -> None:
-        args = SFTConfig(**self.arguments("sft", self.settings.sft, learning_rate=1e-3, canvas_length=self.task.max_completion))
+        args = SFTConfig(**self.arguments("sft", self.settings.sft, 1e-3, canvas_length=self.task.max_completion))
         SFTTrainer(self.lm, args, self.demonstrations, progress=phase).train()
 
     def preferences(self, count: int) -> Rows:
@@ -226,13 +235,13 @@ class Demo:
 
     def dpo(self, phase: Phase) -> None:
         pairs = self.preferences(self.settings.dpo * self.settings.batch // 4)
-        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
-        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4}, stale_reference="replace")
+        arguments = self.arguments("dpo", self.settings.dpo, 1e-5, canvas_length=self.task.max_completion)
+        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
         DPOTrainer(self.lm, args, pairs, progress=phase).train()
 
     def grpo(self, phase: Phase) -> None:
         args = GRPOConfig(
-            **self.arguments("grpo", self.settings.grpo, learning_rate=5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
+            **self.arguments("grpo", self.settings.grpo, 5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
             | {"per_device_train_batch_size": 256},
             max_completion_length=self.task.max_completion,
             steps=min(6, self.task.max_completion),
@@ -282,8 +291,9 @@ def run_demo(
     if overwrite or earlier != (wanted, "running"):
         check_output_folder(output, overwrite=overwrite)
         refuse_other_files(output, earlier)
-        for name in STAGES:
-            (output / name / EVALUATION).unlink(missing_ok=True)
+        for name in STAGES:  # what a later stage, or a demo that goes on, would read
+            for path in (output / name / EVALUATION, *(output / name).glob("*.safetensors")):
+                path.unlink(missing_ok=True)
     demo = Demo(task, output, seed, settings)
     write_manifest(output / MANIFEST, wanted, state="running")
     demo.write_data(output / "data")
@@ -400,9 +410,11 @@ def summary(demo: Demo) -> list[str]:
     ]
 
 
-def task_of(target: str) -> Puzzle:
-    """The task to demonstrate. ConfigError if no model of its characters can be made."""
+def task_of(target: str, empty: tuple[int, int] | None) -> Puzzle:
+    """The task to demonstrate; a grid with `empty` cells. ConfigError if no model of its characters can be made."""
     task = as_puzzle(get_task(target))
+    if empty and isinstance(task, GridPuzzle):
+        task.min_empty, task.max_empty = empty
     if missing := [name for name in ("alphabet", "max_completion") if not getattr(task, name, None)]:
         remedy = "Define them (docs/tasks.md has an example)"
         raise ConfigError(f"lacks {', '.join(missing)}, which the demo's model is made from", where=target, remedy=remedy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shutil
 import sys
@@ -336,6 +337,9 @@ def test_shown_rows_are_in_the_report_of_the_data(verb, model, text, tmp_path):
     rows = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]["rows"]
     parts = [part for row in rows for part in row]
     assert len(rows) == 2 and all("⟦" in part and result.output.count(part) == parts.count(part) for part in parts)
+    assert unmask("report", tmp_path / "out", "--output", tmp_path / "report.html").exit_code == 0
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert all(part in page for part in parts)
 
 
 def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tmp_path):

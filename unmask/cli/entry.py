@@ -373,7 +373,7 @@ def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku, countdown, or a Puzzle of your own as file.py:NAME.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
     seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="All stages in less than a minute, too small to teach.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="All stages in about a minute: a smaller model, on easier puzzles.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""

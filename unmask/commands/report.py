@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unmask.artifacts import MetricsLog
+from unmask.artifacts import MetricsLog, read_file
 from unmask.commands.runs import find_runs
 from unmask.errors import DataError, UnmaskWarning, first_line
 from unmask.evaluation.provenance import EVALUATION
@@ -20,7 +20,7 @@ from unmask.evaluation.report.scores import Result
 from unmask.evaluation.report.training import Run
 from unmask.evaluation.result_file import EvaluationResult, read_result
 from unmask.models.model_paths import RUN_MANIFEST
-from unmask.training.run_files import LOG_NAME
+from unmask.training.run_files import DATA_REPORT, LOG_NAME
 
 MODEL_FOLDER = "model"
 
@@ -113,4 +113,5 @@ def read_run(folder: Path, name: str, color: int, description: str = "") -> Run:
     known: dict[str, Any] = {"verb": folder.name}
     if found:
         known = {key: found[0][key] for key in ("verb", "state", "steps")} | {"settings": json.loads(manifest.read_text("utf-8"))}
-    return Run(name=name, color=color, description=description, lines=lines, **known)
+    rows = json.loads(read_file(folder / DATA_REPORT))["train"].get("rows", ()) if (folder / DATA_REPORT).is_file() else ()
+    return Run(name=name, color=color, description=description, lines=lines, rows=rows, **known)

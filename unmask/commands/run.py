@@ -40,10 +40,8 @@ from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_err
 from unmask.training.durable.launchers import naming_lost_process
 from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
-from unmask.training.run_files import LOG_NAME
+from unmask.training.run_files import DATA_REPORT, LOG_NAME
 from unmask.training.sharding import launched, read_deepspeed, weight_sharding_setting
-
-DATA_REPORT = "data_report.json"
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:

@@ -15,6 +15,7 @@ from unmask.artifacts import read_file
 from unmask.models.model_paths import RUN_MANIFEST
 
 LOG_NAME = "training_logs.json"
+DATA_REPORT = "data_report.json"
 SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
 """The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")

@@ -29,7 +29,7 @@ def make_report(
     if results:
         sections += [traces.decoding_order(results), traces.answers(results)]
     if runs:
-        sections += [training.curves(runs), training.phases(runs)]
+        sections += [training.curves(runs), training.phases(runs), training.learnt_rows(runs)]
     records: list[Block] = [*last, *(training.record_of(run) for run in runs if run.settings), *map(scores.record_of, results)]
     sections.append(Section(title="How to repeat this", blocks=records))
     return Report(title=title, subtitle=subtitle, entries=entries, sections=[section for section in sections if section.blocks])

@@ -147,6 +147,14 @@ class Notes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Texts:
+    """Texts as they are, one below the other."""
+
+    kind: ClassVar = "texts"
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Commands:
     """Command lines to copy, each with what it does."""
 
@@ -163,7 +171,7 @@ class Record:
     values: Mapping[str, Any]
 
 
-Block = Table | Charts | HeatMap | Problem | Denoising | Notes | Commands | Record
+Block = Table | Charts | HeatMap | Problem | Denoising | Notes | Texts | Commands | Record
 
 
 @dataclass(frozen=True, kw_only=True)

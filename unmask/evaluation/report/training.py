@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.console import format_duration
-from unmask.evaluation.report.content import Cell, Chart, Charts, Point, Record, Section, Series, Table
+from unmask.evaluation.report.content import Cell, Chart, Charts, Point, Record, Section, Series, Table, Texts
 
 UNITS = {
     "loss": "loss",
@@ -56,6 +56,8 @@ class Run:
     """Of the whole run, as planned."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Its manifest."""
+    rows: Sequence[Sequence[str]] = ()
+    """The documents of its first training rows, with the learnt tokens marked."""
 
     def points(self, metric: str) -> list[Point]:
         """The (step, value) pairs of a metric."""
@@ -201,6 +203,12 @@ def _phase_row(run: Run, name: str, times: Mapping[str, float], longest: float, 
         Cell(text=NONE if peak is None else f"{peak:.2f} GB"),
         Cell(text="", length=None if peak is None else peak / largest, color=run.color),
     ]
+
+
+def learnt_rows(runs: Sequence[Run]) -> Section:
+    """The training rows that runs were asked to show."""
+    shown = [f"{run.name}, row {number}\n{text}" for run in runs for number, documents in enumerate(run.rows) for text in documents]
+    return Section(title="What is learnt", blocks=[Texts(texts=shown)] if shown else [], intro="The tokens between ⟦ and ⟧ are learnt.")
 
 
 def record_of(run: Run) -> Record:
