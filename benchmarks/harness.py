@@ -25,9 +25,9 @@ def heading() -> str:
     )
 
 
-def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, float]:
-    """Median seconds of each contender, called in turns so that a busy moment of the machine affects all. The first round is not counted,
-    except with `warm` (the contenders have run before)."""
+def turns(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, list[float]]:
+    """Seconds of each contender in each round, called in turns so that a busy moment of the machine affects all. The first round is not
+    counted, except with `warm` (the contenders have run before)."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(int(warm), rounds + 1):
         for name, call in contenders.items():
@@ -35,7 +35,17 @@ def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool =
             call()
             if number:
                 seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    return seconds
+
+
+def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, float]:
+    """Median seconds of each contender, called in `turns`."""
+    return {name: statistics.median(values) for name, values in turns(contenders, rounds, warm).items()}
+
+
+def ratio(seconds: Mapping[str, list[float]], one: str, other: str) -> float:
+    """The median over the rounds of how many times as long one contender took as the other."""
+    return statistics.median(a / b for a, b in zip(seconds[one], seconds[other], strict=True))
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
