@@ -320,8 +320,8 @@ def earlier_demo(output: Path) -> tuple[dict[str, Any], str] | None:
     """The settings and the state of the demo whose folder this is; None: it is no demo's."""
     try:
         found = json.loads(read_file(output / MANIFEST))
-        return found["config"], found["state"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return (found["config"], found["state"]) if found["config"].keys() == {"task", "seed", "settings"} else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -53,7 +53,18 @@ def mistakes() -> list[list[str]]:
             [*start, "--data", "other.csv"],
             [*start, "--data", "broken.jsonl"],
             [*start, "--data", "rows.jsonl", "--task", "gsm8k"],
+            [*start, "--data", "rows.jsonl", "--recipe", "tiny", "model.attention_block_size=4"],
+            [*start, "--data", "rows.jsonl", "training.lr_scheduler_type=cosin"],
+            [*start, "--data", "rows.jsonl", "training.optim=adamx"],
+            [*start, "--data", "rows.jsonl", "training.eval_strategy=foo"],
+            [*start, "--data", "rows.jsonl", "training.deepspeed=nope.json"],
+            [*start, "--data", "rows.jsonl", "data.chat_template=nope.jinja"],
+            [*start, "--data", "rows.jsonl", "--resume"],
         ]
+    wrong += [["grpo", *start[1:], "--task", "sudoku", *more] for more in (["training.method=grop"], ["rewards=[nope.py:f]"])]
+    wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.reference_model=nowhere/at/all"]]
+    wrong += [["serve", "model", "--adapters", "a=nope"], ["inspect", "model", "--hardware", "h200x"], ["demo", "--task", "sudko"]]
+    wrong += [["export", "model", "--layout", "llama", "--output", "r"], ["evaluate", "--rerun", "nope.json"]]
     wrong += [[verb, "nowhere/at/all", *more] for verb, *more in (["generate", "--prompt", "a"], ["chat"], ["serve"], ["inspect"])]
     wrong += [["generate", "cut", "--prompt", "a"], ["serve", "cut"], ["export", "cut", "--layout", "hf", "--output", "r"]]
     wrong += [["evaluate", "nowhere/at/all", "--task", "sudoku"], ["evaluate", "model", "--task", "sudku"]]

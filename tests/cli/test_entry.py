@@ -93,7 +93,8 @@ def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() 
 @pytest.mark.parametrize("verb", VERB_HELP)
 def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
-    data.write_text("{}")
+    data.write_text('{"Puzzle": "1003340220004001", "Solution": "1243341221344321"}')
+    (tmp_path / "manifest.json").write_text("{}")  # of the run to resume
     flags = ["--model", "123", "--data", str(data), "--task", "sudoku", "--output", str(tmp_path), "--resume"]
     result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
     assert result.exit_code == 0, result.output
@@ -174,6 +175,8 @@ def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], 
     assert str(tmp_path) in refused.stderr
     assert not stages
     assert run("sft", *REQUIRED, str(tmp_path), "--overwrite").exit_code == 0
+    assert "there is nothing to resume" in run("sft", *REQUIRED, str(tmp_path), "--resume").stderr
+    (tmp_path / "manifest.json").write_text("{}")
     assert run("sft", *REQUIRED, str(tmp_path), "--resume").exit_code == 0
     assert run("sft", *REQUIRED, str(tmp_path), "overwrite=true").exit_code == 0
     assert [config.overwrite for _, config, _ in stages] == [True, False, True]

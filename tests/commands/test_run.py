@@ -140,6 +140,7 @@ def content(folder):
         ("run", ["data.train=[{path: rows.jsonl}, {path: run/rows.jsonl}]"]),
         ("run", ["--data", "rows.jsonl", "data.chat_template=run/rows.jsonl"]),
         ("run", ["--data", "rows.jsonl", "retention.likelihood=run/rows.jsonl"]),
+        ("run", ["--data", "rows.jsonl", "--config", "run/config.yaml"]),
     ],
 )
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]], ids=["", "overwrite"])
@@ -149,6 +150,7 @@ def test_an_output_that_holds_an_input_is_refused_always(output, inputs, overwri
     shutil.copytree(model, "run/checkpoint-2")
     Path("run/manifest.json").write_text('{"verb": "pretrain"}')
     Path("run/rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    Path("run/config.yaml").write_text("training:\n  max_steps: 2\n")
     shutil.copy("run/rows.jsonl", "rows.jsonl")
     Path("link").symlink_to("run")
     before = content(tmp_path)
@@ -156,6 +158,42 @@ def test_an_output_that_holds_an_input_is_refused_always(output, inputs, overwri
     result = unmask("sft", *given, "--output", output, *overwrite, *QUICK)
     assert_refused(result, "input", "Choose another output")
     assert "--overwrite" not in result.stderr and content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "m", "--likelihood", "text.txt", "--output", "m/config.json"],
+        ["evaluate", "text.txt", "--task", "sudoku", "--against", "m", "--output", "m/model.safetensors"],
+        ["report", "m", "--output", "m/training_logs.json"],
+        ["profile", "sft", "--model", "m", "--data", "rows.jsonl", "--output", "r", "--steps", "1", "--trace", "m/model.safetensors"],
+        ["profile", "sft", "--model", "m", "--data", "rows.jsonl", "--output", "r", "--steps", "1", "--trace", "rows.jsonl"],
+        ["export", "m", "--layout", "hf", "--output", "other"],
+        ["demo", "--quick", "--output", "m"],
+    ],
+)
+def test_no_file_of_an_input_or_of_others_is_replaced(words, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "m")
+    Path("m/training_logs.json").write_text("")
+    Path("m/manifest.json").write_text('{"verb": "sft", "config": {}, "state": "finished"}')
+    Path("other").mkdir()
+    Path("other/config.json").write_text("{}")
+    Path("rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    Path("text.txt").write_text("12 12 12\n")
+    before = content(tmp_path)
+    result = unmask(*words, "--overwrite")
+    assert result.exit_code == 2 and "hoose another output" in result.stderr, result.output
+    assert content(tmp_path) == before
+
+
+def test_a_result_beside_a_model_is_written_again(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "m")
+    Path("text.txt").write_text("12 12 12\n")
+    for more in ([], ["--overwrite"]):
+        result = unmask("evaluate", "m", "--likelihood", "text.txt", "--output", "m/result.json", *more)
+        assert result.exit_code == 0, result.output
 
 
 def test_the_model_of_a_reward_and_the_code_of_a_task_are_inputs_too(model, tmp_path, monkeypatch):

@@ -268,8 +268,12 @@ def test_every_field_is_documented(config: type[Config]) -> None:
 
 
 def test_configs_are_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        SamplerConfig().steps = 3  # type: ignore[misc]
+    config = SamplerConfig()
+    for name, what in (("steps", "cannot be set later"), ("stepz", "Did you mean 'steps'")):
+        with pytest.raises(ConfigError, match=what) as refused:
+            setattr(config, name, 3)
+        assert refused.value.where == name
+    assert config == SamplerConfig()
 
 
 @pytest.mark.parametrize(

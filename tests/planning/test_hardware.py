@@ -13,7 +13,7 @@ from tests.helpers import REPOSITORY
 from tests.models.configurations import ALPHABET, CONFIGURATIONS
 from unmask.commands.run import training_arguments
 from unmask.commands.verbs import VERBS
-from unmask.config.layers import read_layers, read_recipe
+from unmask.config.layers import hardware_recipe_names, read_layers, read_recipe
 from unmask.config.run import HardwareConfig, resolve
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
@@ -21,7 +21,7 @@ from unmask.planning import hardware
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Workload
 from unmask.planning.estimates import device_limit, estimate_step, first_change_that_fits, largest_batch
-from unmask.planning.hardware import HardwareRecipe, StepEstimator, hardware_recipe_names
+from unmask.planning.hardware import HardwareRecipe, StepEstimator
 
 NAMES = [
     *["cpu", "a100-40gb", "a40-48gb-x3", "a40-48gb-x3-ddp", "a6000-48gb", "a6000-48gb-a4500-20gb"],

@@ -15,7 +15,7 @@ import yaml
 from transformers import SchedulerType, get_scheduler
 
 from tests.helpers import require_bfloat16
-from tests.training.tiny_runs import PAIRS, make, ranks, settings, tiny, unmask, weights
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, make, ranks, settings, tiny, unmask, weights
 from unmask.commands.run import resolved, training_arguments
 from unmask.commands.verbs import VERBS
 from unmask.config.layers import read_layers
@@ -184,9 +184,10 @@ def test_a_schedule_that_needs_arguments_is_refused_without_and_taken_with_those
 
 
 def test_evaluation_steps_that_nothing_reads_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="has no effect without eval_strategy") as refused:
-        SFTConfig(output_dir=str(tmp_path), eval_steps=1)
-    assert refused.value.where == "eval_steps"
+    for strategy in ("no", "epoch"):
+        with pytest.raises(ConfigError, match=f"has no effect with eval_strategy {strategy}") as refused:
+            SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy=strategy)
+        assert refused.value.where == "eval_steps"
     assert SFTConfig(output_dir=str(tmp_path), eval_steps=1, eval_strategy="steps").eval_steps == 1
 
 
@@ -201,6 +202,29 @@ def test_a_setting_that_is_assigned_later_is_known(cls, tmp_path):
     if cls is GRPOConfig:
         with pytest.raises(ConfigError, match="Did you mean 'masking'"):
             args.masking_strategy = "optimized"
+
+
+@pytest.mark.parametrize(
+    ("verb", "name", "value"),
+    [
+        ("sft", "bad_rows", "foo"),
+        ("sft", "eval_steps", 1),
+        ("sft", "per_device_train_batch_size", 0),
+        ("dpo", "learning_rate", "abc"),
+        ("pretrain", "max_steps", 2.5),
+        ("sft", "seed", "x"),
+        ("sft", "max_length", -5),
+        ("grpo", "advantage", "softmaxx"),
+        ("grpo", "eubo_beta", 2.0),
+    ],
+)
+def test_a_value_that_is_assigned_later_is_one_that_a_new_config_accepts(verb, name, value, tmp_path):
+    trainer = make(verb, tmp_path)
+    setattr(trainer.args, name, value)
+    rows = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)
+    with pytest.raises(ConfigError) as refused:
+        type(trainer)(trainer.lm, *([ranks] if verb == "grpo" else []), trainer.args, rows)
+    assert name in refused.value.where
 
 
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):

@@ -11,20 +11,22 @@ import sys
 import typing
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
+from unmask.config.layers import check_hardware
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, check_output_folder, refuse_existing
 from unmask.config.user_code import error_of_named_code
 from unmask.console import first_to_report, for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, DataError, LostProcessError, RunStopped, UnmaskError, first_line
-from unmask.models.model_paths import check_model, near_path
+from unmask.models.model_paths import check_model, near_path, refuse_other_model
 from unmask.redaction import shell_line, shown
 from unmask.sandbox.cli import app as sandbox
+from unmask.tasks import get_task
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
@@ -43,6 +45,8 @@ from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingComman
 
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
 """The groups of verbs on the help page."""
+Layout = Literal["llada", "llada_moe", "llada2", "dream", "sdar", "fast_dllm_v2", "hf"]
+"""The formats of `unmask export`."""
 PATH_ERRORS = {
     errno.ENAMETOOLONG: ("the name of the file is too long", "Check the path"),
     errno.EACCES: ("permission denied", "Permit reading and writing, or choose another path"),
@@ -226,6 +230,8 @@ def inspect(
 
     That is the memory and time of a training step, the time of a pass of generation, and what bounds both. The weights are not read."""
     check_model(model.path, weights=False)
+    for name in {*(hardware or [])} - {"all"}:
+        check_hardware(name)
     from unmask.planning.blueprint import Blueprint
     from unmask.planning.hardware import GENERATION_BATCHES, MEASURED_ROWS, StepEstimator, recipes_to_show
     from unmask.planning.step_time import BOUNDS
@@ -272,15 +278,14 @@ def inspect(
 @spread_configs
 def export(
     model: ModelConfig,
-    layout: Annotated[
-        str, typer.Option(metavar="NAME", help="llada, llada_moe, llada2, dream, sdar, fast_dllm_v2, or hf for a causal model.")
-    ],
+    layout: Annotated[Layout, typer.Option(metavar="NAME", help=f"{', '.join(get_args(Layout)[:-1])}, or hf for a causal model.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
     check_model(model.path)
     check_output_folder(output, overwrite=overwrite, inputs=[model.path])
+    refuse_other_model(output)
     from unmask.models.export import export as export_model
 
     export_model(load_model(model), output, layout)
@@ -346,7 +351,8 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output files if they exist.")] = False,
 ) -> None:
     """Write one page of runs and evaluations: curves, scores, speed against quality, decoding order, answers."""
-    refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
+    remedy = "Choose another, or replace it with --overwrite"
+    refuse_existing(output, remedy, overwrite=overwrite, inputs=sources, own=lambda path: path.suffix == ".html")
     if png:
         check_output_folder(png, overwrite=overwrite, inputs=sources)
     for source in sources:
@@ -377,6 +383,7 @@ def demo(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
+    get_task(task)
     use_one_thread()
     from unmask.demo import QUICK, run_demo
 

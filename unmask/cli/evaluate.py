@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,8 +18,8 @@ from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig, SamplerConfig, refuse_existing
 from unmask.console import for_stdout, show_table
 from unmask.data.sources import check_source, first_records
-from unmask.errors import ConfigError
-from unmask.models.model_paths import check_model
+from unmask.errors import ConfigError, DataError
+from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shell_line
 from unmask.tasks import get_task
 
@@ -39,10 +40,20 @@ class EvaluateCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+def is_result(path: Path) -> bool:
+    """Whether a file is the result of an evaluation, or a part of one."""
+    try:
+        return {"arguments", "tasks"} <= json.loads(path.read_bytes()).keys()
+    except (ValueError, AttributeError):
+        return False
+
+
 def rerun_and_exit(path: Path | None) -> None:
     """Show how the evaluation of a result file differs today; status 1 if its scores do."""
     if path is None:
         return
+    if not path.is_file():
+        raise DataError("no such file", where=str(path), remedy=near_path(path))
     from unmask.commands.evaluate import differences, rerun
 
     scores, circumstances = differences(*rerun(path, import_harness))
@@ -74,7 +85,9 @@ def evaluate(
     """Measure a model on tasks of Unmask or of lm-eval, or the likelihood of a text."""
     sources = list(filter(None, (*evaluation.sources.values(), evaluation.likelihood)))
     if output:
-        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite, inputs=sources)
+        inputs = [*sources, *filter(None, (model.path, evaluation.against, evaluation.judge))]
+        remedy = "Choose another, or replace it with --overwrite"
+        refuse_existing(output, remedy, overwrite=overwrite, inputs=inputs, own=is_result)
     for path in filter(None, (model.path, evaluation.against)):
         check_model(path)
     tasks = {name: get_task(name) for name in evaluation.tasks}

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from functools import partial
+from itertools import filterfalse
 from pathlib import Path
 from typing import Annotated
 
@@ -15,8 +16,8 @@ import typer
 from unmask.artifacts import read_file
 from unmask.config.option_per_field import spread_configs
 from unmask.config.run import ModelConfig
-from unmask.errors import ConfigError, first_line, require
-from unmask.models.model_paths import check_model
+from unmask.errors import ConfigError, ModelError, first_line, require
+from unmask.models.model_paths import check_model, near_path
 from unmask.variables import ADMIN_KEY, API_KEY
 
 
@@ -59,6 +60,8 @@ def serve(
     adapted, others = names_and_paths(name, adapters or (), more_models or ())
     for path in (model.path, *others.values()):
         check_model(path)
+    for path in filterfalse(os.path.exists, adapted.values()):
+        raise ModelError("no such folder", where=path, remedy=near_path(Path(path)))
     from unmask.serving.app import AppSettings
     from unmask.serving.connections import ConnectionLimits
     from unmask.serving.limits import Limits

@@ -43,9 +43,10 @@ from unmask.console import for_stdout, is_first_process, show_table
 from unmask.data.formats import check_row
 from unmask.data.sources import check_source, first_records
 from unmask.errors import ConfigError, DataError, UnmaskError
-from unmask.models.model_paths import check_model
+from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
 from unmask.tasks import Task, get_task
+from unmask.training.run_files import refuse_nothing
 from unmask.variables import ACCEPT_UNSANDBOXED
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def train(
     layers = read_layers(recipes=recipes, config_files=config or [], environ=os.environ, **given)
     import_modules(layers)
     if mode or recipes:
+        resolve(layers)  # a mistake is told before anything heavy is imported
         from unmask.commands.settings.modes import adapt_recipes
 
         layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
@@ -217,7 +219,7 @@ def train(
     if profiling and (resume_from or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
     with layers.naming_sources():
-        check_training(verb, settings.training)
+        check_training(verb, settings.training, own_methods=bool(settings.imports))
         check_trackers(settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training.")
         if print_config:
             show_config(verb, settings)
@@ -228,13 +230,15 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            run(verb, settings, resume_from)
+            run(verb, settings, resume_from, config or [])
 
 
-def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
+def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Path] = ()) -> None:
     check_inputs(verb, settings)
     in_place = resumes_in_place(settings.output_dir, resume)
-    inputs = inputs_of(settings)
+    if resume is True:
+        refuse_nothing(Path(settings.output_dir))
+    inputs: list[str | Path] = [*inputs_of(settings), *config, *([resume] if isinstance(resume, str) else [])]
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place, inputs=inputs)
     choose_threads(settings.model.path)
     from unmask.training.durable.lost_process import ending_with_others
@@ -254,6 +258,11 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
     """Raise UnmaskError for a model, data or a task that is not there, or a first row without the columns of the verb, before what takes
     seconds to import."""
     check_model(settings.model.path, weights=not settings.model.from_scratch)
+    if reference := settings.training.get("reference_model"):
+        check_model(str(reference))
+    for path in map(Path, inputs_of(settings)):
+        if path.suffix in (".py", ".json", ".jinja", ".jinja2") and not path.exists():
+            raise ConfigError("no such file", where=str(path), remedy=near_path(path))
     task = None if settings.data.task is None else get_task(settings.data.task)
     for source in (settings.data.train, settings.data.eval):
         for each in [DataSource(path=source)] if isinstance(source, str) else source or ():

@@ -19,13 +19,12 @@ from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import LOCK_FILE, RunConfig, check_output_folder, inputs_of, resumes_in_place, to_yaml
 from unmask.errors import TrainingError
 from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST, TRAINED_MODEL
-from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.durable.checkpoint_files import UNFINISHED
 from unmask.training.resume.fingerprints import code_fingerprint, file_fingerprints
 from unmask.training.resume.record import RunRecord
-from unmask.training.run_files import is_run
+from unmask.training.run_files import is_run, refuse_nothing
 
 OF_OTHER_RUN = re.compile(rf"(checkpoint|stage)-\d+|{TRAINED_MODEL}|{re.escape(UNFINISHED)}")
 """The folders that a run writes, replaces and removes."""

@@ -41,6 +41,13 @@ class Config(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             raise _config_error(error, values, type(self)) from None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):
+            known = name in type(self).model_fields
+            remedy = f"Make another: {type(self).__name__}({name}=...)" if known else did_you_mean(name, type(self).model_fields)
+            raise ConfigError("cannot be set later" if known else "is not a known key", where=name, remedy=remedy)
+        super().__setattr__(name, value)
+
     # Makes pydantic validate nested configs in place, so that an error keeps its whole path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 

@@ -123,6 +123,17 @@ def _recipes() -> dict[str, Path]:
     return {path.stem: path for path in RECIPES.glob("*/*.yaml") if path.parent != MODES}
 
 
+def hardware_recipe_names() -> list[str]:
+    """The recipes of machines, the CPU first."""
+    return sorted((path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != "cpu", name))
+
+
+def check_hardware(name: str) -> None:
+    """Raise ConfigError if there is no recipe of a machine of this name."""
+    if name not in hardware_recipe_names():
+        raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, hardware_recipe_names()))
+
+
 def recipe_path(name: str) -> Path:
     """The file of a recipe.
 

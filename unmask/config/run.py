@@ -10,7 +10,7 @@ import functools
 import os
 import re
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -42,7 +42,7 @@ TRAIN = "train:"
 TOKENIZER_SIZES = range(259, 1_000_001)  # from the bytes and special tokens to what memory can be reserved for
 READ = {
     *("path", "tokenizer", "train", "eval", "chat_template", "data", "likelihood", "include_path", "reference_model"),
-    *("json_schema", "grammar", "against"),
+    *("json_schema", "grammar", "against", "judge", "deepspeed", "fsdp_config"),
 }
 """The names of settings, in any section, that name files or folders which a run reads."""
 LOCK_FILE = ".lock"
@@ -347,13 +347,22 @@ def refuse_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
             raise ConfigError(what, where=str(output), remedy="Choose another output")
 
 
-def refuse_existing(path: Path, remedy: str, *, overwrite: bool, inputs: Iterable[str | Path] = ()) -> None:
-    """Raise ConfigError if a file to write exists and may not be overwritten, is an input, or cannot be written there."""
+def refuse_existing(
+    path: Path, remedy: str, *, overwrite: bool, inputs: Iterable[str | Path] = (), own: Callable[[Path], bool] = lambda path: False
+) -> None:
+    """Raise ConfigError if a file to write exists and may not be overwritten, is an input, or cannot be written there.
+
+    A file in a folder that is an input is not overwritten either, unless it is one that the command writes, as `own` tells.
+    """
     if path.is_dir():
         raise ConfigError("is a folder, not a file", where=str(path), remedy="Name a file")
+    inputs = [*inputs]
     refuse_inputs(path, inputs)
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(path), remedy=remedy)
+    for each in inputs:
+        if str(each) and path.exists() and path.resolve().is_relative_to(Path(each).resolve()) and not own(path):
+            raise ConfigError(f"is a file of an input, {each}, and would be overwritten", where=str(path), remedy="Choose another output")
     _refuse_unwritable(path.parent)
 
 

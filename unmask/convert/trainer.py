@@ -38,7 +38,7 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import last_of_run, named_checkpoint, refuse_nothing, stage_of, steps_done
+from unmask.training.checkpoints import last_of_run, named_checkpoint, stage_of, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
@@ -47,7 +47,7 @@ from unmask.training.hardware_checks import is_split, refuse_unknown_arguments
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.resume.record import RunRecord, expect_visited, read_record
-from unmask.training.run_files import checkpoints
+from unmask.training.run_files import checkpoints, refuse_nothing
 from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
@@ -368,6 +368,7 @@ class ConvertTrainer:
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
         rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
+        args.assigned.clear()  # they are no user's
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         for stop in (each for each in rest["callbacks"] if isinstance(each, StopOnSignal)):
             stop.steps_before = first

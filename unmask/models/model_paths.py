@@ -63,6 +63,13 @@ def check_model(path_or_id: str | os.PathLike[str], *, weights: bool = True) -> 
         _refuse_cut_weights(folder)
 
 
+def refuse_other_model(folder: Path) -> None:
+    """Raise ModelError for a folder with a config.json that Unmask has not written: its cards say who has."""
+    card = folder / "README.md"
+    if (folder / CONFIG).exists() and not (card.is_file() and "unmask" in read_file(card)):
+        raise ModelError(f"holds a {CONFIG} that Unmask has not written", where=str(folder), remedy="Choose another output folder")
+
+
 def near_path(path: Path) -> str:
     """A remedy for a path that leads nowhere: the path with the first part that is missing replaced by the most similar name there."""
     missing = next(part for part in [*reversed(path.parents), path] if not part.exists())

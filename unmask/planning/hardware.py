@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from unmask.config.layers import RECIPES, read_layers
+from unmask.config.layers import check_hardware, hardware_recipe_names, read_layers
 from unmask.config.run import HardwareConfig, RunConfig
-from unmask.errors import ConfigError, did_you_mean
+from unmask.errors import ConfigError
 from unmask.models.hooks.head import logits_at_once
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.calibration import calibrate, measure
@@ -26,11 +26,6 @@ MEASURED_ROWS = 4  # unless --batch-size is set
 GENERATION_BATCHES = (1, 8, 64)
 LIKELY = (CPU, "rtx4080-16gb", "rtx3090-24gb", "a6000-48gb", "h100-80gb")
 """Recipes of single devices, of different memory."""
-
-
-def hardware_recipe_names() -> list[str]:
-    """The hardware recipes, the CPU first."""
-    return sorted((path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != CPU, name))
 
 
 def recipes_to_show(named: Sequence[str], **settings: Any) -> list[HardwareRecipe]:
@@ -54,8 +49,7 @@ class HardwareRecipe:
     def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> HardwareRecipe:
         """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits one model over its devices.
         Raises ConfigError if there is no such recipe."""
-        if name not in hardware_recipe_names():
-            raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, hardware_recipe_names()))
+        check_hardware(name)
         values = read_layers(recipes=[name]).merged()
         hardware = HardwareConfig(**values["hardware"])
         hardware = hardware.model_copy(update={"max_memory_gb": max_memory_gb or hardware.max_memory_gb})

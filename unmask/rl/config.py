@@ -195,6 +195,7 @@ class GRPOConfig(TrainingConfig):
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         check_rollouts(self, sampler.model_copy(update={"trace": False}))
         check_ahead(self, method)
+        self.assigned.clear()
 
     def _default_of(self, field: Field[Any]) -> Any:
         """The default of a setting, which may be the method's."""

@@ -23,15 +23,13 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_pt_utils import safe_globals
 
 from unmask.artifacts import read_file
-from unmask.config.run import LOCK_FILE, resumes_in_place
+from unmask.config.run import resumes_in_place
 from unmask.errors import TrainingError, UnmaskWarning, first_line
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.durable.shards import INDEX, check_shards
-from unmask.training.run_files import CHECKPOINT, LOG_NAME, checkpoints, step_of
+from unmask.training.run_files import CHECKPOINT, checkpoints, step_of
 from unmask.training.run_log import SUMS_NAME, read_sums
 
-OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
-"""What a run has left in a folder. dpo stores the reference's scores before all else."""
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
 
@@ -53,13 +51,6 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
     if not started and (earlier := checkpoints(folder)):
         remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
         raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
-
-
-def refuse_nothing(folder: Path) -> None:
-    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
-    if not any(any(folder.glob(pattern)) for pattern in OF_A_RUN):
-        remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
-        raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
 
 
 def last_of_run(path: Path) -> Path | None:

@@ -50,6 +50,8 @@ class Part(NamedTuple):
 ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
 UNRECORDED = {"output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"}
 """Settings of a launch, and secrets."""
+CHECKED_LATER = {"bf16", "fp16", "deepspeed", "resume_from_checkpoint"}
+"""Settings that the trainer or the launch checks."""
 RANGES = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), (1, math.inf)),
     **dict.fromkeys(("learning_rate", "weight_decay", "dataloader_num_workers"), (0, math.inf)),
@@ -121,9 +123,18 @@ class TrainingConfig(TrainingArguments):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuses unknown settings that are assigned later, too."""
-        if "_made" in vars(self) and not (name.startswith("_") or hasattr(self, name)):  # transformers adds some before that
-            self._refuse_unknown([name])
+        if "assigned" in vars(self) and not name.startswith("_"):  # transformers adds some before that
+            if not hasattr(self, name):
+                self._refuse_unknown([name])
+            self.assigned.add(name)
         super().__setattr__(name, value)
+
+    def check_assigned(self) -> None:
+        """Raise ConfigError if a setting was assigned a value that a new config would refuse."""
+        if self.assigned - CHECKED_LATER:
+            names = (self.given | self.assigned) - CHECKED_LATER
+            type(self)(**{each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name in names})
+        self.assigned.clear()
 
     @classmethod
     def _refuse_unknown(cls, names: Iterable[str]) -> None:
@@ -161,9 +172,9 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError(f"{value} is not valid", where=name, remedy=f"Use {least} or more{below}")
         if args.max_steps == 0 or args.max_steps < -1:
             raise ConfigError(f"{args.max_steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
-        if args.eval_steps is not None and args.eval_strategy == "no":
+        if args.eval_steps is not None and args.eval_strategy != "steps":
             remedy = "Set eval_strategy to steps, or leave it out"
-            raise ConfigError("has no effect without eval_strategy", where="eval_steps", remedy=remedy)
+            raise ConfigError(f"has no effect with eval_strategy {args.eval_strategy}", where="eval_steps", remedy=remedy)
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
@@ -176,7 +187,7 @@ class TrainingConfig(TrainingArguments):
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
-        self._made = True
+        self.assigned: set[str] = set()  # the settings that are changed from here on
 
     def unread(self) -> set[str]:
         """The settings that have no effect beside the others. Giving one is an error, so that the record of a run leaves them out."""

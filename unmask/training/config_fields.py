@@ -41,11 +41,15 @@ def setting(
     return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
 
 
+NUMBERS = (int, float, int | None, float | None)
+
+
 def check_types(args: Any) -> None:
-    """Convert fields that were declared by `setting` to their declared types. Raises ConfigError for a value of another type."""
+    """Convert fields that were declared by `setting`, and all numbers, to their declared types. Raises ConfigError for a value of another
+    type."""
     hints = _declared_types(type(args))  # type: ignore[arg-type]  # mypy takes classes for unhashable
     for each in fields(args):
-        if "needs" in each.metadata and not each.metadata["choices"]:  # those are words
+        if ("needs" in each.metadata and not each.metadata["choices"]) or hints[each.name] in NUMBERS:  # choices are words
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
 
 

@@ -12,13 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import read_file
-from unmask.models.model_paths import RUN_MANIFEST
+from unmask.config.run import LOCK_FILE
+from unmask.errors import TrainingError
+from unmask.models.model_paths import RUN_CONFIG, RUN_MANIFEST
 
 LOG_NAME = "training_logs.json"
 DATA_REPORT = "data_report.json"
+OF_A_RUN = (RUN_CONFIG, RUN_MANIFEST, LOG_NAME, LOCK_FILE, "checkpoint-*", "stage-*", "*_reference_scores.safetensors")
+"""What a run has left in a folder. dpo stores the reference's scores before all else."""
 SHOWN = ("reward", "loss", "accuracy", "margin", "tokens_per_second", "cross_entropy", "learning_rate")
 """The metrics on the progress display, those first that matter most: a narrow one has room for some."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+def refuse_nothing(folder: Path) -> None:
+    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
+    if not any(any(folder.glob(pattern)) for pattern in OF_A_RUN):
+        remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
+        raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
 
 
 def is_run(folder: Path) -> bool:

@@ -40,7 +40,7 @@ FIRST: dict[str, dict[str, Any]] = {
     "num_train_epochs": EPOCHS,
     "max_grad_norm": {"max_grad_norm": 1e-3, "optim": "sgd"},
     "eval_delay": {"eval_delay": 0},
-    "eval_strategy": {"eval_steps": 3},
+    "eval_strategy": {"eval_strategy": "epoch", "eval_steps": None},
     "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}},
     "greater_is_better": {"metric_for_best_model": "loss", "greater_is_better": False, "load_best_model_at_end": True},
     "metric_for_best_model": {"metric_for_best_model": "loss"},
@@ -82,7 +82,7 @@ FIRST: dict[str, dict[str, Any]] = {
 SECOND: dict[str, Any] = {
     **{"learning_rate": 5e-3, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 5},
     **{"max_steps": 8, "num_train_epochs": 4.0, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 1e-2},
-    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "epoch", "eval_steps": 1},
+    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "no", "eval_steps": 1},
     **{"eval_delay": 6, "save_strategy": "no", "save_steps": 3, "save_total_limit": 1, "optim": "sgd", "data_seed": 4},
     **{"metric_for_best_model": "runtime", "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "report_to": "tensorboard"},
     **{"include_num_input_tokens_seen": "all", "log_level": "error", "run_name": "x", "eval_accumulation_steps": 1},

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import MISSING, Field
-from typing import Any, get_type_hints
+from enum import Enum
+from typing import Any, Union, get_args, get_type_hints
 
 from transformers import TrainingArguments
 
@@ -13,6 +14,7 @@ from unmask.artifacts import package_version
 from unmask.commands.settings.listing import SET_BY_RUN
 from unmask.commands.verbs import VERBS
 from unmask.config.listing import Setting, one_line, plain_default, type_name
+from unmask.rl.methods import METHODS
 
 STOCK = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 
@@ -24,7 +26,7 @@ def listed_settings() -> dict[str, Any]:
     `[key, type, default, help]`, or the key alone of one that the verb leaves as it is.
     """
     stock = [_row(setting) for setting in training_settings(TrainingArguments)]
-    listed: dict[str, Any] = {"transformers": package_version("transformers"), "stock": stock}
+    listed: dict[str, Any] = {"transformers": package_version("transformers"), "methods": [*METHODS], "stock": stock}
     for verb, entry in VERBS.items():
         listed[verb] = [each.key if each.stock else _row(each) for each in training_settings(entry.config_class)]
     return listed
@@ -40,9 +42,16 @@ def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
     for field in dataclasses.fields(cls):
         if field.init and field.name not in SET_BY_RUN:
             words = field.metadata.get("choices")
-            shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(hints[field.name])
+            shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(_named(hints[field.name]))
             described = one_line(field.metadata.get("help"))
             yield Setting(f"training.{field.name}", shown, plain_default(default_of(field)), described, stock=is_stock(field))
+
+
+def _named(hint: Any) -> Any:
+    """A type without the plain text beside an enumeration, which takes the same words."""
+    kinds = get_args(hint)
+    named = any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds)
+    return Union[tuple(kind for kind in kinds if kind is not str)] if named else hint  # noqa: UP007
 
 
 def is_stock(field: Field[Any]) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 from unmask.artifacts import package_version
 from unmask.config.listing import Setting, settings_of
 from unmask.config.run import RunConfig, checked, refuse_unknown
-from unmask.errors import NAMES_ELSEWHERE, ConfigError
+from unmask.errors import NAMES_ELSEWHERE, ConfigError, did_you_mean
 
 SETTINGS = Path(__file__).with_name("settings.json")
 SET_BY_RUN = ("output_dir", "data_source", "resume_from_checkpoint")
@@ -95,9 +95,9 @@ def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     return (*(stock[row] if isinstance(row, str) else Setting(*row) for row in _listed()[verb]), *settings_of(RunConfig))
 
 
-def check_training(verb: str, training: Mapping[str, Any]) -> None:
+def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool = False) -> None:
     """Raise ConfigError for a key that the section `training` does not have, or a value of another type. Ranges, and what cannot be
-    combined, are checked by the verb's config."""
+    combined, are checked by the verb's config. `own_methods`: whether imported modules may have added methods."""
     settings = {setting.name: setting for setting in settings_of_verb(verb) if setting.key == f"training.{setting.name}"}
     refuse_unknown(training, settings, "training", SET_BY_RUN)
     for name, value in training.items():
@@ -107,6 +107,10 @@ def check_training(verb: str, training: Mapping[str, Any]) -> None:
             checked(value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}")
         elif isinstance(value, str) and value not in words and "str" not in kinds and all(map(WORD.fullmatch, words)):
             raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}")
+
+    method, methods = training.get("method"), _listed()["methods"]
+    if isinstance(method, str) and not own_methods and ":" not in method and not method.endswith(".py") and method not in methods:
+        raise ConfigError(f"unknown method {method!r}", where="training.method", remedy=did_you_mean(method, methods))
 
 
 def grouped(verb: str) -> dict[str, list[Setting]]:

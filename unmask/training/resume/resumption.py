@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from unmask.config.base import OnResume
 from unmask.errors import ConfigError
-from unmask.training.checkpoints import checked_checkpoint, refuse_nothing, steps_done
+from unmask.training.checkpoints import checked_checkpoint, steps_done
 from unmask.training.distributed import from_first
 from unmask.training.model_history import result_fields
 from unmask.training.resume.fingerprints import rows_fingerprint
 from unmask.training.resume.optimizer import OF_GROUPS, apply_to_groups, apply_to_schedule, hyperparameters
 from unmask.training.resume.record import SECTION, RunRecord, expect_visited
+from unmask.training.run_files import refuse_nothing
 from unmask.training.run_log import read_sums
 
 OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"}
