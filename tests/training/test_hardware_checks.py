@@ -335,6 +335,25 @@ def test_a_compiled_model_that_a_trainer_is_given_runs_compiled(verb, tmp_path):
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.parametrize("place", ["trainer.lm", "conversion", "conversion.lm"])
+def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path):
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        return lambda *args: (ran.append(1), graph.forward(*args))[1]
+
+    if place == "trainer.lm":
+        trainer = make("sft", tmp_path, tiny("bidirectional"))
+    else:
+        args = ConvertConfig(**settings(tmp_path, max_length=32, packing=False, max_steps=10))
+        trainer = ConvertTrainer(tiny("causal"), args, TEXTS)
+    owner = trainer.lm if place.endswith("lm") else trainer
+    owner.model = torch.compile(owner.model, backend=backend)
+    trainer.train()
+    assert len(ran) >= trainer.args.max_steps
+
+
+@pytest.mark.usefixtures("dynamo_as_it_was")
 @pytest.mark.parametrize(
     ("verb", "attention", "block_size"),
     [

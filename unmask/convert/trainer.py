@@ -233,6 +233,16 @@ class ConvertTrainer:
         self.resumed_step = 0
         self.found: dict[Any, Path | None] = {}  # as in `Resumption`
 
+    @property
+    def model(self) -> Any:
+        """The model, which all stages train. A compiled one that is assigned is compiled in place, as by `DiffusionTrainer`."""
+        return self.lm.model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        for lm in self.lms:
+            lm.model = model
+
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished when resuming.
 

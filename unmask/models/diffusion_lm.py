@@ -31,7 +31,7 @@ from unmask.models.attention import (
     unpadded_mask,
 )
 from unmask.models.chat_template import TEMPLATES, turn_end
-from unmask.models.compiled import compile_model
+from unmask.models.compiled import compile_model, taken_apart
 from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import Reduction, RowSelector, flat_indices, log_probs_at
@@ -85,7 +85,7 @@ class DiffusionLM:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: Any,
         tokenizer: PreTrainedTokenizerBase,
         *,
         attention: AttentionName,
@@ -102,7 +102,8 @@ class DiffusionLM:
         first_position: int = 0,
     ):
         check_pattern(attention, block_size, causal_context)
-        self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
+        model, compile_options = taken_apart(model)
+        self._model: Any = model
         self.tokenizer = tokenizer
         self.attention: AttentionName = attention
         self.block_size = block_size
@@ -122,6 +123,19 @@ class DiffusionLM:
         self._fraction = HiddenFraction() if self._time is None else self._time.fraction
         self._annealing: tuple[float, int] | None = None
         self.compile_options: dict[str, Any] | None = None
+        if compile_options is not None:
+            self.compile(**compile_options)
+
+    @property
+    def model(self) -> Any:
+        """The model, or a wrapper of it: PEFT, DDP, FSDP. One that torch.compile returned is compiled in place when it is assigned."""
+        return self._model
+
+    @model.setter
+    def model(self, model: Any) -> None:
+        self._model, options = taken_apart(model)
+        if options is not None:
+            self.compile(**options)
 
     def __repr__(self) -> str:
         block = f", block_size={self.block_size}" if self.block_size else ""
