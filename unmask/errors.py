@@ -142,7 +142,8 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     if name in WITHOUT_EQUAL:
         return WITHOUT_EQUAL[name]
     known = sorted(known)
-    nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
+    ours = NAMES_ELSEWHERE.get(name)  # another name is not meant where there is none of this meaning
+    nearest = difflib.get_close_matches(name, known, n=1) if ours is None else [ours] if ours in known else []
     if nearest:
         return f"Did you mean {nearest[0]!r}?"
     return f"Known: {', '.join(known)}." if otherwise is None else otherwise

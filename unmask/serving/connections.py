@@ -12,8 +12,10 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: %d\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 LOOK_EVERY = 0.1  # seconds
+PROBE_AFTER = 1.0
+"""Seconds in which a client that sends nothing more is answered with nothing before the answer, as simple clients expect."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,13 @@ class LimitedConnection(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._write: asyncio.TimerHandle | None = None
         self._look: asyncio.TimerHandle | None = None
+        self._probe: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # whatever the client has not read yet pauses writing, also at the end of its answer
         if len(self.connections) > self.limits.connections:
-            transport.write(FULL)
+            transport.write(FULL % self.timeout_keep_alive)  # in which those are closed that are idle now
             transport.close()
         else:
             self._head = self._after(self.limits.head_seconds, transport.abort)
@@ -65,7 +68,7 @@ class LimitedConnection(H11Protocol):
             return False
         self.cycle.keep_alive = False
         self._look_whether_gone()
-        self._send_nothing()
+        self._probe = self._after(PROBE_AFTER, self._send_nothing)
         return True
 
     def pause_writing(self) -> None:
@@ -79,8 +82,8 @@ class LimitedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_head()
         self._cancel_write()
-        if self._look is not None:
-            self._look.cancel()
+        for timer in filter(None, (self._look, self._probe)):
+            timer.cancel()
         super().connection_lost(exc)
 
     def _look_whether_gone(self) -> None:

@@ -45,6 +45,12 @@ ELSEWHERE = re.compile(r" with length='auto'| \((?=[^()]*--)[^()]*+\)")
 """What remedies say about Python and the command line alone."""
 TEXT = re.compile(r"(?:^|(?P<linked> for ))(?:prompt|text)s?(?: (?P<index>\d+))?$")
 """The text of a request, in the location of an error."""
+LONGEST_NAME = 256
+"""Characters of the name of a field or of a model."""
+LONGEST_MESSAGE = 2000
+"""Characters of what an error says; texts of clients that it quotes are cut."""
+OBJECTS = ("model_type", "model_attributes_type", "dict_type", "dataclass_type")
+"""Pydantic's errors of what is no object, in whose words Python's classes stand."""
 DEEPEST = 64
 """Levels of arrays and objects in one field of a body."""
 
@@ -87,7 +93,11 @@ class UnsupportedError(UnmaskError):
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> ErrorAnswer:
     """An error as clients read it."""
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": _cut(message), "type": kind, "param": param and _cut(param), "code": code}}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}..."
 
 
 def error_response(message: str, status: int, param: str | None = None, code: str | None = None, **headers: str) -> Response:
@@ -167,7 +177,7 @@ def refusal(errors: Sequence[Mapping[str, Any]], body: Any) -> Response:
     elif first["type"] == "missing":
         path, message = [*path, str(first["loc"][-1])], "is required"
     else:
-        message = str(first["msg"])
+        message = "should be an object" if first["type"] in OBJECTS else str(first["msg"])
     param = ".".join(path) or None
     return error_response(f"{param or UNREADABLE}: {message}", 400, param)
 
@@ -211,12 +221,20 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 async def _checked_body(request: Request) -> Any:
-    """The body. Raises GenerationError for one that is too deep. What is no JSON is None, and refused later."""
+    """The body. Raises GenerationError for one that is too deep, or has a name or a number that is too long. What is no JSON is None, and
+    refused later."""
     try:
         body = await request.json()
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, UnicodeDecodeError):
         return None
+    except ValueError:  # Python reads no integer of more digits
+        raise GenerationError("a number has too many digits", where="body", remedy="Write a shorter one") from None
+    except RecursionError:
+        raise GenerationError(f"is nested deeper than {DEEPEST} levels", where="body", remedy="Write it flatter") from None
     for name, value in body.items() if isinstance(body, dict) else ():
+        if len(name) > LONGEST_NAME or (name == "model" and isinstance(value, str) and len(value) > LONGEST_NAME):
+            what = f"has more than {LONGEST_NAME} characters"
+            raise GenerationError(what, where=name if name == "model" else f"{name[:20]}...", remedy="Give a shorter name")
         check_depth(value, name)
     return body
 

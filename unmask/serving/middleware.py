@@ -8,6 +8,7 @@ import hashlib
 import hmac
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,6 +19,8 @@ from unmask.serving.errors import error_response
 from unmask.serving.limits import Limits
 
 logger = logging.getLogger(__name__)
+DRAINED, DRAIN_SECONDS = 16, 2.0
+"""The times its limit, and the seconds, that a body is still read when it is too large."""
 CLOSE = {"Connection": "close"}
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 SECURITY_HEADERS = {
@@ -120,6 +123,7 @@ class BodyLimits:
             what = f"the body did not arrive within {self.limits.body_seconds:g} seconds"
             return await error_response(what, 408, **CLOSE)(scope, receive, send)
         except BodyTooLargeError:
+            await self._drain(receive)
             what = f"the body has more than {self.limits.body_bytes:,} bytes"
             return await error_response(what, 413, **CLOSE)(scope, receive, send)
         if body is None:
@@ -150,6 +154,14 @@ class BodyLimits:
             if size > self.limits.body_bytes:
                 raise BodyTooLargeError
         return b"".join(parts)
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read some of the rest of a body: a client that still sends when the connection is closed would not see the answer."""
+        left = DRAINED * self.limits.body_bytes
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while left > 0 and (message := await receive()).get("more_body"):
+                    left -= len(message.get("body", b""))
 
 
 class BodyTooLargeError(Exception):

@@ -38,6 +38,7 @@ REFUSED = [
     ("chat/completions", CHAT | {"reasoning_effort": "low"}, "reasoning_effort", "is not supported"),
     ("chat/completions", {"max_tokens": 4}, "messages", "is required"),
     ("chat/completions", CHAT | {"messages": []}, "messages", "at least 1 item"),
+    ("chat/completions", CHAT | {"messages": [1]}, "messages.0", "should be an object"),
     ("chat/completions", CHAT | {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role", "'system'"),
     (
         "chat/completions",
@@ -190,13 +191,22 @@ def test_what_changes_nothing_is_accepted(service):
         (b"", "is empty"),
         (b"\xff", "not JSON in UTF-8"),
         (b'"\\ud800"', ""),
-        (b"[" * 100_000, ""),
+        (b"[" * 100_000, "nested deeper than 64 levels"),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+        (b'{"prompt": "a", "' + b"x" * 300 + b'": 1}', "xxxxxxxxxxxxxxxxxxxx...: has more than 256 characters"),
+        (b'{"prompt": "a", "model": "' + b"x" * 300 + b'"}', "model: has more than 256 characters"),
         (b"null", ""),
     ],
 )
 def test_a_body_that_is_no_request(body, message, service):
     response = asyncio.run(post(app_of(service()), "completions", body))
     assert response.status_code == 400 and message in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("more", [{"diffusion": {"x" * 9000: 1}}, {"response_format": {"type": "x" * 9000}}, {"user": {"a": "x" * 9000}}])
+def test_no_error_is_as_long_as_the_text_that_it_quotes(more, service):
+    response = ask(service(), "chat/completions", **CHAT | more)
+    assert response.status_code == 400 and len(response.text) < 5000
 
 
 @pytest.mark.parametrize("text", ["\ud800", "a\udfffb"])

@@ -382,6 +382,8 @@ def limits(schema: dict[str, Any], where: str) -> Limits:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             refuse(f"{json.dumps(value)} is not a number", f"{where}.{name}", "Give a number")
         given[name] = Decimal(value)
+        if (-given[name] if "aximum" in name else given[name]) > 10**MOST_DIGITS:
+            refuse(f"numbers of more than {MOST_DIGITS} digits cannot be enforced", f"{where}.{name}", "Give a number with fewer")
     lows = [(given[name], name == "exclusiveMinimum") for name in ("minimum", "exclusiveMinimum") if name in given]
     highs = [(given[name], name == "maximum") for name in ("maximum", "exclusiveMaximum") if name in given]
     (low, above), (high, closed) = max(lows, default=(None, False)), min(highs, default=(None, True))

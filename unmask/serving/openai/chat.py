@@ -111,7 +111,7 @@ def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
         what = "an answer that has to match it can call no tool"
         raise GenerationError(what, where="response_format", remedy="Leave it out, or set tool_choice to none")
     schemas = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    check_limit(len(json.dumps(schemas)), limits.schema_bytes, "tools")
+    check_limit(len(json.dumps(schemas)), limits.schema_bytes, "tools", "bytes")
     check_renders_tools(lm.tokenizer)
     written = call_format(lm.tokenizer)
     ids = encode_messages(lm.tokenizer, messages, schemas)

@@ -146,7 +146,7 @@ async def plan_infill(context: Context, body: InfillRequest) -> Plan:
     config = without_ends(context.lm, sampler_config(context.lm, body, context.limits))
     parts = await asyncio.to_thread(_parts, context.lm, body, context.limits)
     ids, weights = await _with_lengths(context, parts, config, body.max_gap, body.gap_mark)
-    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "text" if body.text is not None else "segments")
+    check_limit(ids.count(context.lm.mask_token_id), context.limits.max_tokens, "text" if body.text is not None else "segments", "tokens")
     requests = await _infill_requests(context, ids, config, body)
     return _plan(body, requests, config, [Region(0, request.length, fills=True) for request in requests], weights=weights)
 
@@ -224,8 +224,8 @@ def _parts(lm: DiffusionLM, body: InfillRequest, limits: Limits) -> list[list[in
         raise GenerationError(what, where="lengths", remedy="Give one for each gap; null: it is searched")
     if body.gap_mark in lm.tokenizer.mask_token:
         raise GenerationError("it is in the mask token", where="gap_mark", remedy="Use a text that occurs only where a gap is")
-    check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths")
-    check_limit(lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap")
+    check_limit(sum(length or 0 for length in lengths), limits.max_tokens, "lengths", "tokens")
+    check_limit(lengths.count(None) * body.max_gap, min(MOST_SEARCHED, limits.max_tokens), "max_gap", "tokens")
     keep = [lm.tokenizer.mask_token] if body.text is not None else []
     parts = [encode_prompt(lm.tokenizer, segments[0], keep)]
     for length, segment in zip(lengths, segments[1:], strict=True):
@@ -264,15 +264,15 @@ def check_answers(context: Context, prompts: int, body: SamplingRequest) -> None
     anything is encoded, compiled or searched."""
     if not prompts:
         raise GenerationError("there is none", where="prompt", remedy="Give one")
-    check_limit(body.n, context.limits.n, "n")
-    check_limit(prompts * body.n, context.limits.sequences, "prompt")
+    check_limit(body.n, context.limits.n, "n", "answers to a prompt")
+    check_limit(prompts * body.n, context.limits.sequences, "prompt", "answers at once")
     context.service.check_room(prompts * body.n, context.owner)
 
 
 def check_length(lm: DiffusionLM, length: int, limits: Limits) -> None:
     """Raise GenerationError for a sequence that is too long; where the model has a longest context, the engine does."""
     if lm.context_length is None:
-        check_limit(length, limits.length, "prompt")
+        check_limit(length, limits.length, "prompt", "tokens")
 
 
 def _repeated(encoded: list[list[int]], body: SamplingRequest) -> list[list[int]]:

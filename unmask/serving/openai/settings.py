@@ -60,10 +60,10 @@ def sampler_config(
             raise GenerationError(what, where="constraint", remedy="Leave one out")
         given["constraint"] = constraint
     config = SamplerConfig(**given)
-    check_limit(config.max_new_tokens, limits.max_tokens, "max_new_tokens")
-    check_limit(config.steps or 0, limits.steps, "steps")
+    check_limit(config.max_new_tokens, limits.max_tokens, "max_new_tokens", "tokens")
+    check_limit(config.steps or 0, limits.steps, "steps", "steps")
     if config.constraint is not None:
-        check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint")
+        check_limit(len(config.constraint.model_dump_json()), limits.schema_bytes, "constraint", "bytes")
         check_depth(config.constraint.schema_object(), "constraint.json_schema")  # which may be given as text
     return config
 
@@ -95,10 +95,10 @@ def edit_length(lm: DiffusionLM, request: EditRequest, limits: Limits, prompt_to
     return min(-(-(region + EDIT_MARGIN) // block) * block, room)
 
 
-def check_limit(value: int, most: int, where: str) -> None:
-    """Raise GenerationError for a value above the server's limit."""
+def check_limit(value: int, most: int, where: str, unit: str) -> None:
+    """Raise GenerationError for a value above the server's limit, both in the `unit`."""
     if value > most:
-        raise GenerationError(f"{value:,} exceeds the server's limit of {most:,}", where=where, remedy="Lower it")
+        raise GenerationError(f"{value:,} exceeds the server's limit of {most:,} {unit}", where=where, remedy="Lower it")
 
 
 def format_constraint(wanted: TextFormat | ObjectFormat | SchemaFormat | None) -> ConstraintConfig | None:
