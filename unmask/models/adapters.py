@@ -57,7 +57,7 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         remedy = "Leave it out: the two are then trained and saved apart"
         raise ConfigError(what, where="lora (peft_config), ensure_weight_tying", remedy=remedy)
     if _loses_bias(adapted.model.get_output_embeddings()):
-        what, remedy = "PEFT leaves out the bias of a head with trained rows", "Train the whole table with modules_to_save"
+        what, remedy = "PEFT leaves out the bias of a head with trained rows", "Train the whole module with modules_to_save"
         raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
     if error := _first_error(adapted):
         remedy = "Name other modules, such as those of attention alone"
