@@ -19,6 +19,7 @@ from tests.training.tiny_runs import TEXTS, equal, tiny, weights
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
 from unmask.config.yaml import parse_yaml
+from unmask.convert.config import ConvertConfig
 from unmask.convert.stages import ConversionStage, freezing, stage_ends
 from unmask.convert.trainer import StageTrainer
 from unmask.errors import ConfigError
@@ -91,6 +92,12 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(stages, words
     assert result.exit_code == 2, (result.output, result.exception)
     assert words in result.stderr and result.stderr.count("error: ") == 1 and "Traceback" not in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stages", [None, "full", 5, [5], [None], ["attention"], {"train": "all"}])
+def test_what_is_no_list_of_stages_is_refused_in_python_too(stages):
+    with pytest.raises(ConfigError, match="is no list of stages"):
+        ConvertConfig(stages=stages)
 
 
 def test_regular_expressions_choose_parameters_by_name(tmp_path):

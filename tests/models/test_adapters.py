@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,27 @@ import peft
 import pytest
 import torch
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    ElectraConfig,
+    GPTBigCodeConfig,
+    ModernBertDecoderConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+)
 
 from tests.helpers import partly_slow
-from tests.models.configurations import tiny_lm
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, LAYERS, SHARED, SIZES
 from tests.training.tiny_runs import TEXTS, equal, prepared, settings, tiny, weights
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
+from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.adapters import add_adapters, merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load
+from unmask.models.load import load, make_diffusion
 from unmask.planning.blueprint import is_tied
 
 PLACES: dict[str, dict[str, Any]] = {
@@ -46,7 +58,31 @@ UNMERGEABLE: dict[str, dict[str, Any]] = {
     "with a bias for layers without": {"lora_bias": True},
     "of replicated layers": {"layer_replication": [(0, 1), (0, 2)]},
 }
-MODELS = {"llama": ("embed_tokens", "q_proj"), "gpt2": ("wte",), "gemma2": ("embed_tokens", "q_proj")}
+MODELS: dict[str, PreTrainedConfig] = {
+    **{name: config for name, config in CONFIGURATIONS.items() if not name.endswith("_windows")},
+    "bert": BertConfig(**SIZES, is_decoder=True),
+    "roberta": RobertaConfig(**SIZES, is_decoder=True),
+    "electra": ElectraConfig(**SIZES, embedding_size=8, is_decoder=True),
+    "gpt_bigcode": GPTBigCodeConfig(n_embd=16, n_layer=LAYERS, n_head=4, n_positions=64, **SHARED),
+    "modernbert": ModernBertDecoderConfig(**SIZES),
+}
+"""All are tied in the test: by default, or because their configuration says so."""
+ON_MODELS: dict[str, dict[str, Any]] = {
+    "all linear layers": {},
+    "table": {"target_modules": ["TABLE"]},
+    "head": {"target_modules": ["HEAD"]},
+    "the whole table": {"modules_to_save": ["TABLE"]},
+    "the whole head": {"modules_to_save": ["HEAD"]},
+    "all around the head": {"modules_to_save": ["AROUND"]},
+    "both whole, tied": {"modules_to_save": ["TABLE"], "ensure_weight_tying": True},
+    "all around the head, tied": {"modules_to_save": ["AROUND"], "ensure_weight_tying": True},
+    "the whole head, tied": {"modules_to_save": ["HEAD"], "ensure_weight_tying": True},
+    "table, tied": {"target_modules": ["TABLE"], "ensure_weight_tying": True},
+    "rows": {"trainable_token_indices": [5, 6]},
+    "row of the mask": {"trainable_token_indices": ["MASK"], "ensure_weight_tying": True},
+    "rows, tied": {"trainable_token_indices": [5, 6], "ensure_weight_tying": True},
+}
+"""Adapters, with TABLE and so on for the names that a model gives to them; AROUND is the outermost module that holds the head."""
 SETTINGS = {  # of kinds whose defaults do not fit tiny layers
     "OFT": {"r": 0, "oft_block_size": 4},
     "BOFT": {"boft_block_size": 4},
@@ -113,10 +149,60 @@ def test_the_saved_model_is_the_trained_one(place, tied, tmp_path):
     assert is_tied(check_saved(adapted, tmp_path).model) == (tied and place in STAY_TIED)
 
 
-@pytest.mark.parametrize(("name", "target"), [(name, target) for name in MODELS for target in MODELS[name]])
-def test_so_it_is_where_the_architecture_ties_by_default(name, target, tmp_path):
-    adapted = moved(with_adapters(tiny_lm(name, "bidirectional", dtype=torch.float32), lora(target_modules=[target])))
-    check_saved(adapted, tmp_path)
+def tied_lm(name: str) -> DiffusionLM:
+    config = copy.deepcopy(MODELS[name])
+    config.tie_word_embeddings = True
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight_name.endswith("bias"):  # new ones are zero, so that leaving one out would change nothing
+                weight.normal_(0, 0.3)
+    return make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
+
+
+def on_model(lm: DiffusionLM, place: str) -> dict[str, Any]:
+    """The settings of adapters, with the model's own names."""
+    names = {module: name.split(".") for name, module in lm.model.named_modules()}
+    table, head = names[lm.model.get_input_embeddings()], names[lm.model.get_output_embeddings()]
+    own = {"TABLE": table[-1], "HEAD": head[-1], "AROUND": head[0], "MASK": lm.mask_token_id}
+    given = {"target_modules": "all-linear", **ON_MODELS[place]}
+    return {name: [own.get(each, each) for each in value] if isinstance(value, list) else value for name, value in given.items()}
+
+
+def refused_on(lm: DiffusionLM, place: str) -> bool:
+    """Whether PEFT cannot do it on this model: it ties only what has one of two names, and leaves out the bias of a head with rows."""
+    if ON_MODELS[place].get("trainable_token_indices") == [5, 6]:
+        return lm.model.get_output_embeddings().bias is not None
+    tied, saved = "tied" in place, set(on_model(lm, place).get("modules_to_save", ()))
+    return tied and not saved & {"embed_tokens", "lm_head"}
+
+
+@pytest.mark.filterwarnings("ignore:You have requested .ensure_weight_tying.:UserWarning")
+@pytest.mark.filterwarnings("ignore:ensure_weight_tying=True but the model:UserWarning")
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT sets it for GPT-2
+@partly_slow("name", MODELS, *(list(MODELS).index(name) for name in ("gpt2", "phi", "bert")))
+def test_so_it_is_on_tied_architectures_or_it_is_refused(name, tmp_path):
+    for place in ON_MODELS:
+        lm = tied_lm(name)
+        refused, start, config = refused_on(lm, place), log_probs(lm), lora(**on_model(lm, place))
+        if refused:
+            with pytest.raises(ConfigError, match=r"^lora \(peft_config\)"):
+                with_adapters(lm, config)
+            continue
+        adapted = with_adapters(lm, config)
+        torch.testing.assert_close(log_probs(adapted), start, rtol=0, atol=1e-6, msg=place)
+        check_saved(moved(adapted), tmp_path / place)
+
+
+def test_adapters_with_which_the_model_fails_are_refused_before_training():
+    """The router of PhiMoE is a linear layer that returns a tuple."""
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2))
+    lm = make_diffusion(model, character_tokenizer(ALPHABET), attention="bidirectional")
+    with pytest.raises(ConfigError, match=r"the model fails with them .*'tuple' object") as refused:
+        with_adapters(copy.deepcopy(lm), lora(target_modules="all-linear"))
+    assert "attention alone" in refused.value.remedy
+    with_adapters(lm, lora(target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]))
 
 
 @pytest.mark.filterwarnings("ignore")  # PEFT's own, of some kinds

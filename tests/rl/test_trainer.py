@@ -645,13 +645,14 @@ def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
     assert resumed.state.global_step == 8
 
 
+@pytest.mark.parametrize("errors", ["unscored", "raise"])  # None is no error
 @pytest.mark.parametrize(("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)])
-def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops):
+def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops, errors):
     def sometimes(completions, trainer_state, **_):
         return share_of_a(completions) if trainer_state.global_step in scored else [None] * len(completions)
 
     def attempt():
-        run(tmp_path, sometimes, max_steps=6, max_unscored_rollouts=limit)
+        run(tmp_path, sometimes, max_steps=6, max_unscored_rollouts=limit, reward_errors=errors)
 
     if stops:
         with pytest.raises(TrainingError, match=f"the last {limit} rollouts"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +57,11 @@ class ConvertConfig(NoisingConfig, TextConfig):
         return cls(**read_recipe(recipe).get("training", {}) | settings)
 
     def __post_init__(self) -> None:
-        self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in self.stages]
+        stages: Any = self.stages  # of any type, if Python gives them
+        if not isinstance(stages, list | tuple) or not all(isinstance(stage, ConversionStage | Mapping) for stage in stages):
+            remedy = 'Give the settings of each, such as [{"share": 0.2, "train": ["attention"]}, {"share": 0.8}], or leave the setting out'
+            raise ConfigError(f"{stages!r} is no list of stages", where="stages", remedy=remedy)
+        self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in stages]
         if not self.stages:
             raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
         if self.attention == "causal":

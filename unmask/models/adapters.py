@@ -16,6 +16,7 @@ from torch import nn
 
 from unmask.errors import ConfigError, first_line
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
 
 if TYPE_CHECKING:
     import peft
@@ -37,19 +38,63 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with PEFT adapters; only these are trained.
 
     Raises:
-        ConfigError: PEFT finds no module for them, they train nothing, or they cannot be merged into the weights.
+        ConfigError: PEFT finds no module for them, they train nothing, the model fails with them, they cannot be merged into the weights,
+            or PEFT does not tie what `ensure_weight_tying` asks it to tie.
     """
     from peft import prepare_model_for_kbit_training
 
     if quantised(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
+    tied = bool(_shared(lm.model))
     adapted = add_adapters(lm, peft_config)
     if reason := _unmergeable(adapted, peft_config):
         remedy = "Use adapters that can be, such as plain LoRA"
         raise ConfigError(f"they cannot be merged into the weights ({reason})", where="lora (peft_config)", remedy=remedy)
     if not any(weight.requires_grad for weight in adapted.model.parameters()):
         raise ConfigError("they train nothing", where=WHERE, remedy="Name modules of this model")
+    if tied and getattr(peft_config, "ensure_weight_tying", False) and not _stays_tied(adapted):
+        what = f"PEFT does not train the embedding table and the head of {type(lm.model).__name__} as one"
+        remedy = "Leave it out: the two are then trained and saved apart"
+        raise ConfigError(what, where="lora (peft_config), ensure_weight_tying", remedy=remedy)
+    if _loses_bias(adapted.model.get_output_embeddings()):
+        what, remedy = "PEFT leaves out the bias of a head with trained rows", "Train the whole module with modules_to_save"
+        raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
+    if error := _first_error(adapted):
+        remedy = "Name other modules, such as those of attention alone"
+        raise ConfigError(f"the model fails with them ({error})", where=WHERE, remedy=remedy)
     return adapted
+
+
+def _stays_tied(lm: DiffusionLM) -> bool:
+    """Whether the table and the head share all their trained weights. Rows that the head never reads may be the table's alone."""
+    parts, shared = (lm.model.get_input_embeddings(), lm.model.get_output_embeddings()), _shared(lm.model)
+    trained = {id(weight) for part in parts for weight in part.parameters() if weight.requires_grad}
+    return trained <= shared or _trains_unread_rows(lm, lm.model.active_peft_config)
+
+
+def _trains_unread_rows(lm: DiffusionLM, peft_config: peft.PeftConfig) -> bool:
+    """Whether rows are trained that no head reads: those of tokens that are never predicted."""
+    rows = getattr(peft_config, "trainable_token_indices", None)
+    return isinstance(rows, list) and set(rows) <= set(lm.never_predicted)
+
+
+def _loses_bias(head: nn.Module) -> bool:
+    """Whether PEFT trains rows of a head with a bias, which it then does not add."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    return any(isinstance(part, TrainableTokensLayer) and part.get_base_layer().bias is not None for part in head.modules())
+
+
+def _first_error(lm: DiffusionLM) -> str | None:
+    """What the model raises in a pass over two tokens: a layer with adapters need not return what the layer did; None: nothing."""
+    if any(weight.is_meta or hasattr(weight, "ds_id") for weight in lm.model.parameters()):  # they are elsewhere
+        return None
+    try:
+        with torch.no_grad(), evaluating(lm):
+            lm.logits(torch.full((1, 2), lm.pad_token_id, device=lm.device))
+    except Exception as error:  # modelling code raises anything
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
 
 
 def _unmergeable(lm: DiffusionLM, peft_config: peft.PeftConfig) -> str | None:
@@ -79,15 +124,19 @@ def add_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """As `with_adapters`, with quantised weights as they are: for inference."""
     from peft.utils.other import ModulesToSaveWrapper
 
-    rows = getattr(peft_config, "trainable_token_indices", None)
-    alone = isinstance(rows, list) and set(rows) <= set(lm.never_predicted)  # the head's rows of these are never read
     try:
-        with _untied(lm) if alone else nullcontext():
+        with _untied(lm) if _trains_unread_rows(lm, peft_config) else nullcontext():
             adapted = lm.bind(_wrapped(lm.model, peft_config))
     except Exception as error:  # PEFT's kinds raise anything
         raise ConfigError(first_line(error).rstrip("."), where=WHERE, remedy="Name modules of this model") from error
     head = adapted.model.get_output_embeddings()
-    adapted.select_rows_of(*(head.modules_to_save.values() if isinstance(head, ModulesToSaveWrapper) else [head]))
+    if not isinstance(head, ModulesToSaveWrapper):
+        adapted.select_rows_of(head)
+        return adapted
+    for trained in head.modules_to_save.values():
+        if trained.bias is None:  # PEFT leaves it out of a head that it ties
+            trained.bias = head.original_module.bias
+        adapted.select_rows_of(trained)
     return adapted
 
 
@@ -162,19 +211,39 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
     if tied:
         for token in lm.never_predicted:  # the head's rows of these are never read
             head.weight[token] = table.weight[token]
-        if getattr(config, "ensure_weight_tying", False) or torch.equal(head.weight, table.weight):
-            head.weight, whole.model.config.tie_word_embeddings = table.weight, True
+        if torch.equal(head.weight, table.weight):
+            head.weight = table.weight
+    whole.model.config.tie_word_embeddings = head.weight is table.weight
+    if not whole.model.config.tie_word_embeddings:
+        _separate(whole.model)
     return whole
+
+
+def _shared(model: Any) -> set[int]:
+    """The identities of the weights that the embedding table and the head have in common."""
+    table, head = ({id(weight) for weight in part.parameters()} for part in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return table & head
 
 
 def _untie(model: Any) -> bool:
     """Give the head weights of its own, so that merging can change the table alone. Whether they were the table's."""
-    shared = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    shared = _shared(model)
     holders = [(part, name) for part in model.get_output_embeddings().modules() for name, w in part._parameters.items() if id(w) in shared]
     for part, name in holders:
         part._parameters[name] = nn.Parameter(part._parameters[name].clone(), requires_grad=False)
         model.config.tie_word_embeddings = False
     return bool(holders)
+
+
+def _separate(model: Any) -> None:
+    """Copy weights that the model holds twice: where the config ties none, transformers loads each by its name (BERT ties a bias too)."""
+    seen: set[int] = set()
+    for part in model.modules():
+        for name, weight in part._parameters.items():
+            if id(weight) in seen:
+                part._parameters[name] = nn.Parameter(weight.clone(), requires_grad=False)
+            elif weight is not None:
+                seen.add(id(weight))
 
 
 def without_tables(lm: DiffusionLM) -> None:
