@@ -264,6 +264,9 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         if path.suffix in (".py", ".json", ".jinja", ".jinja2") and not path.exists():
             raise ConfigError("no such file", where=str(path), remedy=near_path(path))
     task = None if settings.data.task is None else get_task(settings.data.task)
+    for name, off in (("eval_strategy", "no"), ("eval_on_start", False)):
+        if settings.training.get(name, off) != off and task is None and settings.data.eval is None:
+            raise ConfigError("there is nothing to evaluate on", where=f"training.{name}", remedy="Set data.eval, or leave it out")
     for source in (settings.data.train, settings.data.eval):
         for each in [DataSource(path=source)] if isinstance(source, str) else source or ():
             check_source(each.path)

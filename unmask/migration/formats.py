@@ -83,7 +83,17 @@ CONVERTER_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_
 DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}
 ACCELERATE_MARKS = {"compute_environment", "distributed_type", "main_training_function"}
 VARIABLE_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
-D1_MARKS = {*DIFFUSION, *IMPROVED, *DIFFU_VARIABLES, "model_path", "block_length", "diffusion_steps", "random_masking"}
+D1_MARKS = {
+    *DIFFUSION,
+    *IMPROVED,
+    *DIFFU_VARIABLES,
+    "masking_strategy",
+    "adaptive_loss",
+    "model_path",
+    "block_length",
+    "diffusion_steps",
+    "random_masking",
+}
 
 FORMATS = {
     "diffu-grpo": Format(

@@ -120,7 +120,14 @@ def log_completions(value: Any, old: Old) -> Settings:
 
 
 WHOLE_DISTRIBUTION = "rollouts draw from the whole distribution, whose log-probabilities are trained"
+MASKING = Rule(strategy, "diffusion is the method's own")
+ADAPTIVE_LOSS = Rule(
+    lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) in ("adaptive", "optimized") else {},
+    "only with adaptive or optimized masking",
+)
 GRPO: Table = {
+    "masking_strategy": MASKING,
+    "adaptive_loss": ADAPTIVE_LOSS,
     **same("num_generations", "num_iterations", "epsilon", "beta", "max_completion_length", "reward_weights"),
     "temperature": Rule(temperature),
     "log_completions": Rule(log_completions, "how often, in steps"),
@@ -148,7 +155,7 @@ IMPROVED: Table = {
     "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
     **drop_keys("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
     "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
-    **dict.fromkeys(("masking.strategy_type", "masking_strategy"), Rule(strategy, "diffusion is the method's own")),
+    "masking.strategy_type": MASKING,
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
     "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
@@ -162,14 +169,7 @@ IMPROVED: Table = {
     "generation.mask_id": DIFFUSION["mask_id"],
     "loss.epsilon": to("training.epsilon"),
     "loss.beta": to("training.beta"),
-    "loss.adaptive_loss": Rule(
-        lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) == "adaptive" else {},
-        "only with adaptive masking",
-    ),
-    "adaptive_loss": Rule(
-        lambda value, old: {"training.adaptive_loss": True} if truth(value) and masking_of(old) in ("adaptive", "optimized") else {},
-        "only with adaptive or optimized masking",
-    ),
+    "loss.adaptive_loss": ADAPTIVE_LOSS,
     **drop_keys("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
     "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
     "reward.reward_weights": to("training.reward_weights"),
