@@ -259,6 +259,9 @@ class GRPOConfig(TrainingConfig):
             if field.name in fixed_settings(method) and getattr(self, field.name) not in (None, value := self._default_of(field)):
                 what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
+        for name in method.biased_by:
+            if getattr(self, name):
+                raise ConfigError(f"the gradient of {self.method} is not exact with it", where=name, remedy="Leave it out")
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
             remedy = "Use sequence, or product"
             raise ConfigError(f"{self.method} has one bound per sequence, and no ratios of tokens", where="ratio", remedy=remedy)

@@ -358,7 +358,8 @@ def test_the_table_in_the_docs_has_zeros_where_the_gradient_is_exact():
 def test_the_exact_gradient_is_one_setting():
     args = config("exact-gradient")
     assert (args.policy, args.beyond_eos, args.aggregation, args.advantage) == ("random", "learnt", "constant", "leave-one-out")
-    for name, value in {"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"}.items():
+    biased = {"score_temperature": 0.5, "mask_truncated": True, "constraint": {"regex": "a*"}}
+    for name, value in ({"policy": "confidence", "beyond_eos": "hidden", "aggregation": "token", "advantage": "z-score"} | biased).items():
         with pytest.raises(ConfigError) as raised:
             config("exact-gradient", **{name: value})
         assert raised.value.where == name

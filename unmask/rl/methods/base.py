@@ -129,6 +129,7 @@ class Method:
         name: as in `GRPOConfig(method=...)`.
         separable: whether the loss is a sum over views of losses of one view each; otherwise the gradient by the log-probabilities of
             all views is computed first, and then backpropagated one view at a time.
+        biased_by: settings of rollouts and losses that the method refuses, because it promises a gradient without bias.
         estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
             token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
         has_ratio: whether the loss compares the policy with the one that sampled (`LossInputs.old_BMT`), which corrects for completions
@@ -142,6 +143,7 @@ class Method:
     estimator: ClassVar[Estimator] = "token"
     has_ratio: ClassVar[bool] = False
     partial: ClassVar[bool] = True
+    biased_by: ClassVar[tuple[str, ...]] = ()
 
     advantage: AdvantageKind = "r-mean"
     aggregation: Aggregation | None = "token"

@@ -171,6 +171,7 @@ class ExactGradient(OnPolicyReplayMethod):
     """
 
     name = "exact-gradient"
+    biased_by = ("score_temperature", "mask_truncated", "constraint")
     advantage: AdvantageKind = fixed("leave-one-out")
     aggregation: Aggregation | None = fixed("constant")
     difficulty: list[float] | None = fixed(None)
