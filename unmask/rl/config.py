@@ -403,7 +403,7 @@ def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
     defaults = [settings_of(other) for other in METHODS.values()]
     names = {name for values in defaults for name in values}
     dropped = {name for name in names if any(name not in values or values[name] != defaults[0][name] for values in defaults)}
-    dropped |= {"method", "method_settings"} | fixed_settings(get_method(method))
+    dropped |= {"method", "method_settings", *get_method(method).biased_by} | fixed_settings(get_method(method))
     for field in fields(GRPOConfig):  # a field is declared after the fields that it needs
         if any(needed.partition("=")[0] in dropped for needed in field.metadata.get("needs", ())):
             dropped.add(field.name)
