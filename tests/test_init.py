@@ -40,6 +40,7 @@ def test_importing_the_package_and_its_configs_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_nothing_is_written_where_a_model_is_loaded_in_python():
     """Not by torchao, bitsandbytes or torch either, whichever module is imported first."""
     for code in ("import unmask; unmask.load; unmask.GRPOTrainer; unmask.ConvertTrainer", "from unmask.rl.methods import Method"):

@@ -12,7 +12,9 @@ from tests.helpers import REPOSITORY
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="`make test-gpu` runs them")
-@pytest.mark.parametrize("which", ["gpu and not slow", pytest.param("gpu and slow", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "which", [pytest.param("gpu and not slow", marks=pytest.mark.slow), pytest.param("gpu and slow", marks=pytest.mark.nightly)]
+)
 def test_the_device_that_stands_in_for_a_gpu(which):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.other_device", "-p", "no:cacheprovider", "-m", which, *files_for_a_gpu()]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

@@ -67,6 +67,7 @@ def summary(text: str) -> dict[str, str]:
     return dict(re.findall(r"│ (\S.*?) +│ (.*?) +│", last)) | {"next": command[1]}
 
 
+@pytest.mark.slow
 def test_a_run_shows_only_lines_of_ours_and_imports_only_what_it_uses(model: Path, text: Path) -> None:
     folder = text.parent
     shown = run(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import partly_slow
 from unmask.commands.compatibility import check_together
 from unmask.commands.run import planned_arguments
 from unmask.commands.verbs import VERBS
@@ -100,7 +101,7 @@ def proposed(error: ConfigError) -> list[Changes]:
     return [change for changes in found for change in changes]
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@partly_slow("verb", list(VERBS), list(VERBS).index("convert"))
 def test_what_an_error_proposes_is_accepted(verb, model):
     given = EVERYWHERE | OF_VERBS[verb]
     refused = 0
