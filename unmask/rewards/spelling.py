@@ -38,7 +38,7 @@ THOUSANDS = re.compile(
     r"(?P<opens>(?<!\\)[(\[]|\\\{)|(?P<closes>(?<!\\)[)\]]|\\\})|_\{[^{}]*\}|(?P<number>(?<![0-9.,^_])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,\S))"
 )
 """A number with commas between its thousands, and what a list may be in: brackets and subscripts."""
-OUTER = re.compile(r"^(?:[ $]+(?:=(?!=)[ $]*)?|=(?!=)[ $]*)|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
+OUTER = re.compile(r"^[ $]+|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
 ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 TAKES_ARGUMENTS = re.compile(rf"\\({'|'.join(ARGUMENTS)})(?![a-zA-Z])")
 BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -73,18 +73,8 @@ SIGNS_OF_UNITS = [
     (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
     (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
 ]
-WRAPPERS = [
-    (r"\(", r"\)"),
-    (r"\[", r"\]"),
-    ("{", "}"),
-    ("(", ")"),
-    ("**", "**"),
-    ("*", "*"),
-    ("`", "`"),
-    ('"', '"'),
-    ("'", "'"),
-    ("\u201c", "\u201d"),
-]
+WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("\u201c", "\u201d")]
+WRAPPERS += [(mark, mark) for mark in ("**", "*", "```", "`", '"', "'")]
 WRAPPERS += [(rf"\{style}{{", "}") for style in ("mathbf", "boldsymbol", "underline")]
 MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]+)")
 AND, OR, AND_OR = (re.compile(rf",? ?(?:\\text\{{ ?(?:{word}) ?\}}|(?<= )(?:{word})(?= )) ?") for word in ("and", "or", "and|or"))
@@ -191,8 +181,8 @@ def is_word(text: str) -> bool:
 
 def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     """An answer and its reference as plain as they can be compared."""
-    given, wanted = _unwrapped(plain(answer)), _with_numbers(_unwrapped(plain(reference)))
-    given = _with_numbers(given, wanted)
+    given, wanted = unwrapped(plain(answer)), _with_numbers(unwrapped(plain(reference)))
+    given = _with_numbers(given.removeprefix("=").strip(), wanted)
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     labelled = LABEL.fullmatch(wanted)
@@ -206,18 +196,18 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
         spaced = " ?".join(map(re.escape, given.replace(" ", "")))
         shown = not label and re.search(f"{spaced}(?![0-9])", plain(question))
         listed = number_kind(wanted) is None and len(members(wanted)) > 1
-        wanted = ", ".join(members(wanted)) if listed else _inside(wanted, r"\{", r"\}") or wanted
-        inner = None if listed else _inside(given, r"\{", r"\}")
+        wanted = ", ".join(members(wanted)) if listed else inside(wanted, r"\{", r"\}") or wanted
+        inner = None if listed else inside(given, r"\{", r"\}")
         given = ", ".join(split_at(",", inner)) if inner else given
         parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
-        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, question)) for part in parts]
+        parts = [unwrapped(_without_unit(unwrapped(part), wanted, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
 
 
 def members(listed: str) -> list[str]:
     r"""The members of a list or set of values, however joined; `a \pm b` is two."""
-    parts = split_at(",", AND_OR.sub(", ", _inside(listed, r"\{", r"\}") or listed))
+    parts = split_at(",", AND_OR.sub(", ", inside(listed, r"\{", r"\}") or listed))
     both = [re.split(r"\\(?:pm|mp)(?![a-zA-Z])", part) for part in parts]
     pairs = [[f"{each[0]}{sign}{each[1]}".removeprefix("+").strip() for sign in "+-"] if len(each) == 2 else [] for each in both]
     return [member for part, pair in zip(parts, pairs, strict=True) for member in pair or [part]]
@@ -281,7 +271,7 @@ def _as_tuple(text: str, other: str, question: str) -> str:
     values = {found[1]: found[2] for found in labelled if found}
     asked = {tuple(re.split(", ?", names)) for names in TUPLE.findall(plain(question))}
     named = [names for names in asked if sorted(names) == sorted(values)]
-    if len(values) < len(labelled) or len(named) != 1 or not _inside(other, "(", ")"):
+    if len(values) < len(labelled) or len(named) != 1 or not inside(other, "(", ")"):
         return text
     return f"({', '.join(values[name] for name in named[0])})"
 
@@ -327,18 +317,19 @@ def _letters(text: str) -> bool:
     return re.search("[a-zA-Z]", MACRO.sub("", text)) is not None
 
 
-def _unwrapped(text: str) -> str:
+def unwrapped(text: str) -> str:
     """The text without signs around all of it (of formulas, bold type, braces or parentheses around one value), and with units as words."""
+    text = OUTER.sub("", text)
     for opening, closing in WRAPPERS:
-        inner = _inside(text, opening, closing)
+        inner = inside(text, opening, closing)
         if inner and not (opening == "(" and "," in inner):
-            return _unwrapped(OUTER.sub("", inner))
+            return unwrapped(inner)
     for pattern, unit in SIGNS_OF_UNITS:
         text = pattern.sub(unit, text)
     return text
 
 
-def _inside(text: str, opening: str, closing: str) -> str | None:
+def inside(text: str, opening: str, closing: str) -> str | None:
     """What stands between two marks that belong together."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None
