@@ -233,15 +233,24 @@ def _with_numbers(text: str, other: str = "") -> str:
 
 
 def _as_interval(text: str, other: str, *, may_be_point: bool) -> str:
-    """The inequalities of one variable as intervals, if the other text has intervals, which are no points."""
+    """The inequalities of one variable as intervals, if the other text has intervals, which are no points, or either joins inequalities."""
+    read, other_read = _intervals(text), _intervals(other)
+    if read and other_read and read[0] == other_read[0] and any(AND_OR.search(each) or "," in each for each in (text, other)):
+        return read[1]
     others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
     may_be_point = may_be_point and len(others) == 1
     if not all(INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others):
         return text
+    return read[1] if read else text
+
+
+def _intervals(text: str) -> tuple[str, str] | None:
+    """The variable and the intervals of inequalities that are joined by "and" or "or"."""
     builder = SET_BUILDER.fullmatch(text)
     found = list(map(_interval, split_at(r"\cup", OR.sub(r" \\cup ", builder[2] if builder else text))))
     names = {part[0] if part else None for part in found} | ({builder[1]} if builder else set())
-    return r" \cup ".join(part[1] for part in found if part) if None not in names and len(names) == 1 else text
+    name = names.pop()
+    return None if name is None or names else (name, r" \cup ".join(part[1] for part in found if part))
 
 
 def _interval(text: str) -> tuple[str, str] | None:
