@@ -50,6 +50,25 @@ EQUAL = [
     ("1:2:3", "1:2:3", ""), (r"\varnothing", r"\emptyset", ""), (r"\{\}", r"\emptyset", ""), ("-5i+6", "6-5i", ""), (r"2\sin x\cos x", r"2\cos x\sin x", ""),
     (r"\frac{-1}{2}", r"-\frac12", ""), (r"\frac{a}{\sin A}", r"\frac{a}{\sin A}", ""), (r"1\,234\,567", "1234567", ""), (r"{45^\circ}", r"45^\circ", ""),
     (r"\mathbf{\$5}", r"\$5", ""), (r"\$5, \$6", "6, 5", "How many dollars each?"),
+    (r"x>3 \text{ and } x\le4", "(3,4]", ""), (r"3<x, x\le4", "(3,4]", ""), ("x > 3 and x < 4", "(3,4)", "Give an interval."), ("(3,4]", r"x>3 \text{ and } x\le4", ""),
+    (r"x\le-1 \text{ or } x>3 \text{ and } x<5", r"(-\infty,-1]\cup(3,5)", ""), (r"x<2, \text{ or } x>3", r"(-\infty,2)\cup(3,\infty)", ""), (r"1<x \text{ and } x<2 \text{ or } x>3", r"(1,2)\cup(3,\infty)", ""),
+    (r"x>3 and x\le4", r"3<x\le4", ""), (r"3<x\le4", r"x>3 \text{ and } x\le4", ""), (r"x>2 \text{ or } x<1", r"x<1 \text{ or } x>2", ""), ("x>2 or x<1", "x<1 or x>2", ""), (r"x\le4, x>3", r"x>3 \text{ and } x\le4", ""),
+    (r"\{x\in\mathbb{R} : x>3\}", r"(3,\infty)", ""), (r"\{x \mid 3<x\le4\}", "(3,4]", ""), (r"\left\{ x \in \mathbb R \mid x \ge 2 \right\}", r"[2,\infty)", ""),
+    (r"x\ne0", r"(-\infty,0)\cup(0,\infty)", ""), (r"\mathbb{R}\setminus\{0\}", r"(-\infty,0)\cup(0,\infty)", ""), (r"x \neq -\frac12", r"(-\infty,-\frac12)\cup(-\frac12,\infty)", ""),
+    (r"(-\infty,2)\cup(2,\infty)", r"\mathbb{R} \setminus \{2\}", ""), (r"\{x : x\ne 2\}", r"(-\infty,2)\cup(2,\infty)", ""),
+    (r"\$32,348", r"\$32,\!348", ""), ("32,348 dollars", r"\$32,\!348", ""), (r"\$32,348.00", r"\$32,\!348", ""), (r"\$1250", r"\$1,250", ""), (r"\$1,250.00", r"\$1250", ""), (r"\$1,250", r"\$1,250.00", ""),
+    (r"2,000\pi", r"2000\pi", ""), (r"2000\pi", r"2,000\pi", ""), ("1,234x", "1234x", ""), ("1234x", "1,234x", ""), ("1,000i", "1000i", ""), (r"1,000\text{ cm}", r"1000\text{ cm}", ""), (r"1,000\%", r"1000\%", ""),
+    (r"1,000^\circ", r"1000^\circ", ""), (r"\frac{1,000}{3}", r"\frac{1000}{3}", ""), (r"\frac{1000}{3}", r"\frac{1,000}{3}", ""), (r"\sqrt{1,001}", r"\sqrt{1001}", ""), ("1,000,000", "10^6", ""), ("-1,234,567", "-1234567", ""),
+    ("1,000, 2,000", "1000, 2000", ""), ("2000, 1000", "1,000, 2,000", ""), (r"1,000 \text{ and } 2,000", "1000, 2000", ""), ("x^2+1,000", "1000+x^2", ""), ("12,345.5x", "12345.5x", ""),
+    ("1, 234x", "1, 234x", ""), ("1,234x", "1, 234x", ""), ("(1,234)", "(1, 234)", ""), (r"\{1,234\}", r"\{234, 1\}", ""), ("58500", "58,500", ""), ("x=1,000", "1000", "Solve for $x$"), (r"1,\!000x", "1,000x", ""),
+    (r"\log_2 3", r"\log_{2}{3}", ""), (r"\log_{2} 3", r"\log_2 3", ""), (r"\log_23", r"\log_{2}{3}", ""), (r"\log_{10}{7}", r"\log_{10} 7", ""), ("5 percent", r"5\%", ""), (r"5\text{ percent}", r"5\%", ""), ("5%", r"5\%", ""), (r"5\%", "5 percent", ""),
+    ("a=1, b=2", "(1,2)", "Find the ordered pair $(a,b)$."), (r"b=2 \text{ and } a=1", "(1,2)", "Find the ordered pair $(a, b)$."), (r"x = \frac12, y = 3, z = -1", r"(\frac{1}{2}, 3, -1)", "Find $(x,y,z)$."),
+    ("1; 2; 3", "1,2,3", ""), ("3;1", "1, 3", ""), ("(1; 2)", "(1,2)", ""), (r"10\text{ a.m.}", r"10 \text{ AM}", ""), ("10 a.m.", r"10 \text{ AM}", ""), ("10 AM", r"10 \text{ a.m.}", ""), ("3 pm", r"3\text{ p.m.}", ""),
+    (r"12\text{ square units}", "12", "What is the area of the triangle?"), (r"12\text{ units}", "12", "What is the distance?"), (r"12\text{ cubic units}", "12", "What is its volume?"), (r"12\text{ units}^2", "12", "Find the area."),
+    (r"60\text{ km/h}", "60", "How fast is it, in kilometers per hour?"), ("60 km/h", "60", "How fast is it, in kilometers per hour?"), (r"60\text{ kilometers per hour}", r"60\text{ km/h}", ""), ("5 m/s", "5", "in meters per second"),
+    (r"\text{none}", r"\emptyset", ""), (r"\text{No solution}", r"\emptyset", ""), ("none", r"\varnothing", ""), ("no solutions", r"\{\}", ""), (r"\emptyset", r"\text{no solutions}", ""), (r"\text{the empty set}", r"\emptyset", ""),
+    (r"6\times10^5", "600000", ""), (r"1.5\times10^{-3}", "0.0015", ""), (r"1.5 \cdot 10^{-3}", "0.0015", ""), (r"-6.02\times 10^{23}", "-602,000,000,000,000,000,000,000", ""), ("600000", r"6\times10^5", ""), (r"6\times10^5\text{ km}", r"600000\text{ km}", ""),
+    (r"6.0\times10^{5}", r"6\times10^5", ""), (r"2\times10^{-1}", r"\frac15", ""), (r"\text{EVEN}", r"\text{even}", ""), ("ab", "ab", ""), ("AB", r"\text{AB}", ""), (r"\text{yes}", "Yes", ""), ("yes", "Yes", ""), ("all real numbers", r"\mathbb{R}", ""), (r"(-\infty,\infty)", r"\text{all real numbers}", ""), (r"\text{There are no solutions}", r"\emptyset", ""), ("5 per cent", r"5\%", ""), ("`18`", "18", ""), ('"18"', "18", ""), ("= 18", "18", ""), ("$= 18$", "18", ""),
 ]  # fmt: skip
 """Answers and their references, with a question where it matters."""
 DIFFERENT = [
@@ -82,6 +101,24 @@ DIFFERENT = [
     (r"\frac{A}{\sin a}", r"\frac{a}{\sin A}", ""), ("A^2a", "a^2A", ""), (r"\sqrt{x^2}", "x", ""), ("|x|", "x", ""), (r"x+\frac{|x-9|-|x-8|}{9}", "x", ""),
     (r"\infty", r"-\infty", ""), (r"\frac10", r"\infty", ""), (r"\emptyset", "0", ""), ("i", "-i", ""), ("6+5i", "6-5i", ""), (r"{45^\circ}", "45", ""),
     (r"x+45^\circ", "x+45", ""), (r"\mathbf{\$5}", "5", ""), (r"(45^\circ)", "45", ""), (r"\$5, \$6", "5, 6", ""),
+    (r"x<1 \text{ and } x>2", r"(-\infty,1)\cup(2,\infty)", ""), ("x>3 and x<5", r"(3,\infty)\cup(-\infty,5)", ""), ("x<1 and x>2", r"(-\infty,1)\cup(2,\infty)", ""), ("x<1, x>2", r"(-\infty,1)\cup(2,\infty)", ""),
+    (r"x>3 \text{ or } x\le4", "(3,4]", ""), (r"x>3 \text{ and } x<4", "(3,4]", ""), (r"x>3 \text{ and } y\le4", "(3,4]", ""), (r"x>3 \text{ and } x>2", r"(3,\infty)\cup(2,\infty)", ""), (r"x>3 \text{ and } x>2", r"(2,\infty)", ""),
+    ("x<4 and x>3 and x<9", "(3,9)", ""), ("x>3 and x<4", "(3,4)", "At which point do they meet?"), (r"3<x, 4", "(3,4)", ""), (r"x\ne0", r"(-\infty,\infty)", ""), (r"x\ne1", r"(-\infty,0)\cup(0,\infty)", ""),
+    (r"\mathbb{R}\setminus\{0,1\}", r"(-\infty,0)\cup(0,\infty)", ""), (r"x\ne0 \text{ or } x\ne1", r"(-\infty,0)\cup(0,\infty)", ""), (r"x\ne0 \text{ and } x\ne1", r"(-\infty,0)\cup(0,\infty)", ""), (r"\{x\in\mathbb{Z} : x>3\}", r"(3,\infty)", ""),
+    (r"\{x\in\mathbb{R} : y>3\}", r"(3,\infty)", ""), ("x<1 and x>2", "x<1 or x>2", ""), ("x<1 or x>2", "x<1 and x>2", ""), (r"x<1 \text{ and } x>2", r"x<1 \text{ or } x>2", ""), ("x<1, x>2", r"x<1 \text{ or } x>2", ""), ("y>2 or y<1", "x<1 or x>2", ""), ("x>3 or x<4", "3<x<4", ""), (r"\text{ab}", "AB", ""), (r"\text{AB}", "ab", ""), (r"\text{Ab}", "AB", ""), (r"\text{xy}", "XY", ""), ("ab", "aB", ""),
+    (r"\$32,348", r"\$32,\!349", ""), (r"\$1,25", r"\$125", ""), (r"\$1,2500", r"\$12500", ""), (r"\$0,125", r"\$125", ""), (r"\$1250.01", r"\$1,250", ""), (r"2,00\pi", r"200\pi", ""), (r"0,234\pi", r"234\pi", ""), ("1234,567x", "1234567x", ""),
+    ("1,234x", "234x", ""), ("234x", "1,234x", ""), ("1, 234x", "1234x", ""), ("1, 234", "1234", ""), ("234,1", "1,234", ""), ("(1,234)", "(1234)", ""), (r"\{1,234\}", "1234", ""), (r"\{1,234\}", r"\{1234\}", ""), ("[1,234]", "1234", ""), ("(1,234x)", "1234x", ""),
+    ("1,234,5", "1234, 5", ""), ("5,1,234x", "5, 1234x", ""), ("1,234x,5", "1234x, 5", ""), (r"\frac{1,00}{3}", r"\frac{100}{3}", ""), ("a_{1,234}", "a_{1234}", ""), ("x_1,234", "x_1234", ""), ("x^1,234", "x^{1234}", ""), ("1,000; 2", "1000.2", ""),
+    (r"\pi\cdot2,000", r"2000\pi", r"What is $\pi\cdot 2,000$?"), (r"\pi\cdot2000", r"2000\pi", r"What is $\pi\cdot 2,000$?"), (r"\pi\cdot2,000", r"2000\pi", r"What is $\pi\cdot 2000$?"), ("1,000", "0, 1", ""), ("1,000", "1, 0", ""), ("1,000x", "1000000x", ""), ("1,000 2,000", "10002000", ""), ("1,000,000", "10^5", ""),
+    (r"\log_2 3", r"\log_{3}{2}", ""), (r"\log_2 3", r"\log_{23}", ""), (r"\log_{2}{34}", r"\log_{23}{4}", ""), ("5 percent", "5", ""), ("5 percent", "0.05", ""), ("50 percent", r"5\%", ""), ("5 percentage points", r"5\%", ""),
+    ("a=1, b=2", "(1,2)", ""), ("a=2, b=1", "(1,2)", "Find the ordered pair $(a,b)$."), ("a=1, b=2", "(1,2)", "Find the ordered pair $(b,a)$."), ("a=1, c=2", "(1,2)", "Find the ordered pair $(a,b)$."), ("a=1, a=2", "(1,2)", "Find $(a,b)$."),
+    (r"a=1 \text{ or } b=2", "(1,2)", "Find the ordered pair $(a,b)$."), ("a=1, b=2, a=3", "(1,2)", "Find $(a,b)$."), ("a=1, b=2", "(1,2)", "Find $(a,b)$ or $(b,a)$."), ("a=1, b=2", "[1,2]", "Find $(a,b)$."), ("a=1, b=1+1", "(1,2)", "Find $(a,b)$."),
+    ("1; 2", "1", ""), ("1;234", "1234", ""), ("1; 2; 4", "1,2,3", ""), ("1;2", "(1,2)", ""), (r"10\text{ a.m.}", r"10 \text{ PM}", ""), (r"10\text{ a.m.}", "10", ""), (r"10\text{ AM}", r"10\text{ m}", ""), (r"12\text{ square units}", "12", "What is its volume?"),
+    (r"12\text{ units}", "13", "What is the distance?"), (r"12\text{ square units}", r"12\text{ cm}^2", "the area"), (r"12\text{ unicorns}", "12", "in units"), (r"60\text{ km/h}", "60", "How fast is it, in miles per hour?"), (r"60\text{ km/h}", r"60\text{ miles/h}", ""),
+    (r"60\text{ km}", "60", "How fast is it, in miles per hour?"), (r"60/\text{h}", "60", ""), (r"\text{none}", "0", ""), (r"\text{none}", "5", ""), (r"\text{none or } 5", r"\emptyset", ""), (r"\text{one solution}", r"\emptyset", ""), (r"\text{no}", r"\emptyset", ""), (r"\text{no real solutions}", r"\emptyset", ""), (r"\text{all real numbers}", r"(0,\infty)", ""), (r"\text{all integers}", r"\mathbb{R}", ""), ("no", "Yes", ""), (r"\text{sas}", "SAS", ""),
+    (r"6\times10^5", "60000", ""), (r"6\times10^{-5}", "600000", ""), (r"60\times10^4", "600000", ""), (r"0.6\times10^6", "600000", ""), (r"6\times10^5+0", "600000", ""), (r"3\times2\times10^5", "600000", ""), (r"6\times10^5", "600000", r"What is $6\times10^5$?"),
+    ("600000", r"6\times10^5", "Write 600000 in scientific notation."), (r"2\times10^2\times3", "600", ""), (r"6\times 11^5", "966306", ""), (r"6\times10^5x", "6x", ""), ("10^5", "100000", ""), (r"6\times10^{999}", r"6\times10^{998}", ""), (r"6\times10^{99999}", "6", ""),
+    ("`17` or `18`", "18", ""), ('"17"18"', "18", ""), ("== 18", "18", ""), ("17 = 18", "18", ""), ("= 17", "18", ""), ('18"', "18", ""),
 ]  # fmt: skip
 
 
@@ -97,7 +134,7 @@ def test_different_answers_are_not(answer, reference, question):
 
 
 def test_the_tables_are_long_and_have_no_pair_twice():
-    assert len({*EQUAL}) == len(EQUAL) >= 100 and len({*DIFFERENT}) == len(DIFFERENT) >= 100
+    assert len({*EQUAL}) == len(EQUAL) >= 200 and len({*DIFFERENT}) == len(DIFFERENT) >= 200
     assert not {*EQUAL} & {*DIFFERENT}
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables)
 """Countdown: the search against brute force, the published rules, and the published file."""
 
 from __future__ import annotations
@@ -113,6 +114,54 @@ def test_the_published_rules(text, verdict):
 def test_other_signs_of_the_operators(text):
     assert TASK.verify(text, {"numbers": [2, 3, 4], "target": 24}).solved
     assert TASK.verify("8\u00f72\u00d73", {"numbers": [2, 3, 8], "target": 12}).solved
+
+
+READ = [
+    *("(30+93)-100 = 23.", "30+93-100.", "30 + 93 - 100\n= 23", "30+93\u2014100", "30 + 93 \u2212 100", "30+93\u2012100", "`30+93-100`", "$30+93-100$", r"\(30+93-100\)", r"\[30+93-100 = 23\]"),
+    *(r"\boxed{30+93-100}", r"\boxed{30+93-100} = 23", r"30+93-100 = \boxed{23}", r"$\boxed{93-(100-30)}$.", "**30+93-100**", "**30+93-100 = 23**", "**30+93-100** = 23", "30+93-100 = **23**", "```\n30+93-100\n```", "<answer>`30+93-100`</answer>"),
+    *(r"\left(30+93\right)-100", "$30+93-100$ = $23$", "23 = 30+93-100.", "(30+93-100)", "*30+93-100*", '"30+93-100"', "30 + 93 - 100 = 23\n"),
+]  # fmt: skip
+PRODUCTS = [
+    "2x3x4",
+    "2 x 3 x 4",
+    "2X3X4",
+    r"2\times3\times4",
+    r"2 \times 3 \cdot 4",
+    "2\u22193\u22194",
+    "2\u20223\u20224",
+    "2\u22173\u22174",
+    "(2x3)x4",
+    "2x(3x4) = 24",
+    r"2\cdot(3\cdot4)",
+    "2\u27153\u27164",
+    r"$2\times3\times4=24$",
+    r"2 \ast 3 \ast 4",
+]
+FORGED = [
+    *("30+93-100 or 23", "30+93-100. 23", "30+93-100 23", "`30+93-100` `30+93+100`", "30+93-100, 100-93+30", "$30+93$-$100$", r"\boxed{30}+\boxed{93}-\boxed{100}", r"\boxed{30+93-100} \boxed{30}", "**30+93**-**100**", "30**93-100", "30+93-100\n30+93+100"),
+    *("30+93-100\n23", "30+93-100 = 24.", "30+93-100 = 23 = 24", r"30+93-100 = \boxed{24}", r"\boxed{23}", "30+93-100=..", "x30+93-100", "30+93-100x", "30x+93-100", "30xx93-100", r"30\timess93-100", r"\times30+93-100", r"30+93-100\pi", "30+93-100%", "30+93-1OO", "30+93-100.0"),
+    *("30.+93-100", "30+9.3-100", "30+93-(100", "30+93-100)", "[30+93)-100", "30[93-100]", "30(93-100)", "30+93--100", "`" * 9_000, "**" * 8_000, r"\boxed{" * 2_000, "(" * 9_000, "=" * 9_000, "30+93-100" + "." * 9_000 + "!", "x" * 9_000, "30+93-100``", "`", "$$", "****", r"\boxed{}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", READ)
+def test_an_expression_may_be_set_as_a_formula(text):
+    assert TASK.verify(text, {"numbers": [30, 100, 93], "target": 23}).solved
+
+
+@pytest.mark.parametrize("text", PRODUCTS)
+def test_every_sign_of_a_product(text):
+    assert TASK.verify(text, {"numbers": [2, 3, 4], "target": 24}).solved
+
+
+@pytest.mark.parametrize("text", ["8\u22152*3", r"8\div2\times3", "8\u20442*3", r"\frac{8}{2}*3", r"3\cdot\dfrac{8}{2}", "(8\u00f72)x3"])
+def test_every_sign_of_a_quotient(text):
+    assert TASK.verify(text, {"numbers": [2, 3, 8], "target": 12}).solved
+
+
+@pytest.mark.parametrize("text", FORGED)
+def test_more_or_other_than_an_expression_is_not(text):
+    assert not TASK.verify(text, {"numbers": [30, 100, 93], "target": 23}).solved
 
 
 def test_a_repeated_number_is_used_as_often_as_given():

@@ -32,12 +32,17 @@ SIGNS = str.maketrans(
         **{"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne ", "\u00b2": "^2", "\u00b3": "^3"},
     }
 )
-THOUSANDS = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
+SEPARATED = re.compile(r"(?<=[0-9])(?:\{,\}|,(?:\\! ?)+)(?=[0-9]{3})")
 SPACE = re.compile(r"\s*(?P<row>\\\\)(?:\[[0-9.]+ ?[a-z]{2}\])?\s*|(?P<nothing>\\!)|(?:\\[,;: ]|~|\s)+")
+THOUSANDS = re.compile(
+    r"(?P<opens>(?<!\\)[(\[]|\\\{)|(?P<closes>(?<!\\)[)\]]|\\\})|_\{[^{}]*\}|(?P<number>(?<![0-9.,^_])[1-9][0-9]{0,2}(?:,[0-9]{3})+(?![0-9]|,\S))"
+)
+"""A number with commas between its thousands, and what a list may be in: brackets and subscripts."""
 OUTER = re.compile(r"^[ $]+|(?:(?<!\\)[ $])*\.?(?:(?<!\\)[ $])*$")
 ARGUMENTS = {"frac": 2, "binom": 2, "sqrt": 1}
 TAKES_ARGUMENTS = re.compile(rf"\\({'|'.join(ARGUMENTS)})(?![a-zA-Z])")
 BASES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+NOTHING, ANYTHING = "(?:none|(?:there (?:is|are) )?no solutions?|(?:the )?empty set)", "all real(?: number)?s"
 REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = [
     (re.compile("\u221a ?(?:\\(([^()]*)\\)|([0-9]+|[a-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\{([^{}]*[^{} ]) ?\\over(?![a-z]) ?([^{}]+)\}"), r"\\frac{\1}{\2}"),
@@ -55,31 +60,40 @@ REWRITTEN: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] = 
     (re.compile(rf"_\{{\\text\{{({'|'.join(BASES)})\}}\}}"), lambda found: f"_{BASES.index(found[1])}"),
     (re.compile(r"\\mathbb(?: ?R|\{R\})(?![a-zA-Z^])"), r"(-\\infty, \\infty)"),
     (re.compile(r"\+ ?(?=\\infty)"), ""),
-    (re.compile(r" ?\\text\{ ?percent ?\}$"), r"\\%"),
-    (re.compile(r"\\\{ ?\\\}"), r"\\emptyset"),
+    (re.compile(r" ?\\text\{ ?per ?cent ?\}$|(?<=[0-9)}]) ?(?:per ?cent|%)$"), r"\\%"),
+    (re.compile(rf"\\\{{ ?\\\}}|^\\text\{{ ?{NOTHING} ?\}}$|^{NOTHING}$", re.IGNORECASE), r"\\emptyset"),
+    (re.compile(rf"^\\text\{{ ?{ANYTHING} ?\}}$|^{ANYTHING}$", re.IGNORECASE), r"(-\\infty, \\infty)"),
+    (re.compile(" ?; ?"), ", "),
+    (re.compile(r"(\\log_(?:[0-9a-z]|\{[0-9a-z]+\})) ?([0-9]+)(?![0-9a-zA-Z])"), r"\1{\2}"),
     (re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]{1,40})\}"), lambda found: _repeating(*found.groups())),
     (re.compile(r"([_^])\{(.)\}"), r"\1\2"),
 ]
-"""Other spellings of roots, fractions, products with i, matrices, bases, sets and repeating decimals."""
+"""Other spellings of roots, fractions, products with i, matrices, bases, sets, lists, logarithms and repeating decimals."""
 SIGNS_OF_UNITS = [
     (re.compile(r"(?<=[0-9)}])\^(?:\\circ|\{ ?\\circ ?\})(?= ?(?:$|[,)\]]))"), r"\\text{ degrees}"),
     (re.compile(r"^(-?) ?\\\$ ?(-?[0-9.,]+)$|^(-?[0-9.,]+) ?\\\$$"), r"\1\2\3\\text{ dollars}"),
 ]
-WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("**", "**")]
+WRAPPERS = [(r"\(", r"\)"), (r"\[", r"\]"), ("{", "}"), ("(", ")"), ("\u201c", "\u201d")]
+WRAPPERS += [(mark, mark) for mark in ("**", "*", "```", "`", '"', "'")]
 WRAPPERS += [(rf"\{style}{{", "}") for style in ("mathbf", "boldsymbol", "underline")]
 MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]+)")
-AND = re.compile(r",? ?(?:\\text\{ ?(?:and|or) ?\}|(?<= )(?:and|or)(?= )) ?")
+AND, OR, AND_OR = (re.compile(rf",? ?(?:\\text\{{ ?(?:{word}) ?\}}|(?<= )(?:{word})(?= )) ?") for word in ("and", "or", "and|or"))
 LABEL = re.compile(r"([^=<>]+?) ?(?:=|\\in(?![a-zA-Z])) ?([^=<>]*)")
 RELATION = re.compile(r"[=<>]|\\(?:in|le|ge|ne)(?![a-zA-Z])")
 LESS, MORE = (rf" ?({signs}) ?" for signs in (r"<|\\le(?![a-zA-Z])", r">|\\ge(?![a-zA-Z])"))
-SET_BUILDER = re.compile(r"\\\{ ?[a-zA-Z] ?(?:\\mid|[|:]) ?(.*?) ?\\\}")
+SET_BUILDER = re.compile(r"\\\{ ?([a-zA-Z]) ?(?:\\in ?\(-\\infty, \\infty\) ?)?(?:\\mid|[|:]) ?(.*?) ?\\\}")
 RANGES = [re.compile(rf"(?:([^<>=,]*[^<>=, ]){sign})?([a-zA-Z])(?:{sign}([^<>=,]+))?") for sign in (LESS, MORE)]
+ALL_BUT_ONE = [
+    re.compile(r"([a-zA-Z]) ?\\ne(?![a-zA-Z]) ?([^,=<>]+)"),
+    re.compile(r"(\(-\\infty, \\infty\)) ?\\(?:setminus|backslash)(?![a-zA-Z]) ?\\\{ ?([^,=<>]+?) ?\\\}"),
+]
 INTERVAL = re.compile(r"[(\[][^()\[\],]*,[^()\[\],]*[)\]]")
 OPEN_INTERVAL = re.compile(r"\((?!.*\\infty).*\)")
 """An interval that may as well be a point."""
 ASKS_FOR_INTERVAL = re.compile(r"interval|domain|range|inequalit|values|solution set|[<>]|\\[lg](?:e|eq|t)(?![a-z])", re.IGNORECASE)
+TUPLE = re.compile(r"\(([a-zA-Z](?:, ?[a-zA-Z])+)\)")
 VARIABLE = re.compile(r"[a-zA-Z](?: ?\([a-zA-Z]\))?")
-WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)([a-zA-Z]{2,}(?: [a-zA-Z]+)*)(\^[0-9])?$")
+WORDS = re.compile(r"(?<=[0-9})]) ?(?<!\\)((?:[a-zA-Z]{2,}|[a-zA-Z](?=[./][a-zA-Z]))(?:[ ./][a-zA-Z]+)*)(\^[0-9])?$")
 LAST_UNIT = re.compile(rf" ?{UNIT.pattern}$")
 PERCENT = re.compile(r" ?(?:\\?%|\\text\{ ?percent ?\}|percent)$")
 PERCENT_ASKED = re.compile(r"\b(?:what|which|as an?|in|nearest|is the|find the|tenth of a) percent(?:age)?\b", re.IGNORECASE)
@@ -88,7 +102,7 @@ ABBREVIATIONS = {
     **{"in": "inch", "ft": "foot", "yd": "yard", "mi": "mile", "mm": "millimeter", "cm": "centimeter", "m": "meter", "km": "kilometer"},
     **{"mg": "milligram", "g": "gram", "kg": "kilogram", "lb": "pound", "oz": "ounce", "ml": "milliliter", "l": "liter", "gal": "gallon"},
     **{"s": "second", "sec": "second", "min": "minute", "h": "hour", "hr": "hour", "deg": "degree", "sq": "square", "cu": "cubic"},
-    "mph": "mile hour",
+    **{"mph": "mile hour", "kph": "kilometer hour", "kmh": "kilometer hour", "usd": "dollar"},
 }
 IRREGULAR = {"feet": "foot", "metre": "meter", "centimetre": "centimeter", "kilometre": "kilometer", "litre": "liter", "squared": "square"}
 POWERS = {"square": "2", "cubic": "3", "cubed": "3"}
@@ -100,7 +114,7 @@ FORMULA = re.compile(r"\$+([^$]+)\$+|\\\[(.+?)\\\]", re.DOTALL)
 
 def plain(text: str) -> str:
     """The text with one spelling of each symbol, without redundant space, outer dollar signs and a final full stop."""
-    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], THOUSANDS.sub("", text.translate(SIGNS)))
+    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], SEPARATED.sub("", text.translate(SIGNS)))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
     text = OUTER.sub("", text)
     for pattern, spelling in REWRITTEN:
@@ -137,10 +151,20 @@ def _argument(text: str, at: int) -> tuple[int, int]:
 
 
 def _repeating(whole: str, decimals: str, repeated: str) -> str:
-    """A repeating decimal as a fraction in lowest terms."""
+    """A repeating decimal as a fraction."""
     nines = 10 ** len(decimals) * (10 ** len(repeated) - 1)
-    value = Fraction(int(f"0{whole}{decimals}{repeated}") - int(f"0{whole}{decimals}"), nines)
+    return exact(Fraction(int(f"0{whole}{decimals}{repeated}") - int(f"0{whole}{decimals}"), nines))
+
+
+def exact(value: Fraction) -> str:
+    """A number as an integer or a fraction in lowest terms."""
     return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
+
+
+def without_thousands(text: str) -> str:
+    """The text without commas between thousands; inside of brackets, as in `(1,234)`, a comma separates members."""
+    depths = accumulate(bool(found["opens"]) - bool(found["closes"]) for found in THOUSANDS.finditer(text))
+    return THOUSANDS.sub(lambda found: found[0].replace(",", "") if next(depths) <= 0 and found["number"] else found[0], text)
 
 
 def words(text: str) -> str:
@@ -150,14 +174,15 @@ def words(text: str) -> str:
 
 
 def is_word(text: str) -> bool:
-    r"""Whether a text is words alone in a `\text`, whose case does not matter, and no letter that names a choice."""
+    r"""Whether a text is words alone, in a `\text` or capitalized, whose case does not matter, and no letter that names a choice."""
     found = TEXT.fullmatch(text)
-    return found is not None and re.fullmatch(r"[A-Za-z' -]{2,}", found[1].strip()) is not None
+    return re.fullmatch(r"[A-Za-z' -]{2,}", found[1].strip()) is not None if found else re.fullmatch("[A-Z][a-z]{2,}", text) is not None
 
 
 def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     """An answer and its reference as plain as they can be compared."""
-    given, wanted = _unwrapped(plain(answer)), _unwrapped(plain(reference))
+    given, wanted = unwrapped(plain(answer)), _with_numbers(unwrapped(plain(reference)))
+    given = _with_numbers(given.removeprefix("=").strip(), wanted)
     if (found := MIXED.fullmatch(given)) and int(found[2]) < int(found[3]):
         given = rf"{found[1]}\frac{{{found[2]}}}{{{found[3]}}}"
     labelled = LABEL.fullmatch(wanted)
@@ -165,22 +190,24 @@ def bare(answer: str, reference: str, question: str) -> tuple[str, str]:
     wanted = labelled[2] if labelled and label else wanted
     asked = ASKS_FOR_INTERVAL.search(question) is not None
     given, wanted = _as_interval(given, wanted, may_be_point=not asked), _as_interval(wanted, given, may_be_point=False)
+    given = _as_tuple(given, wanted, question)
     if not RELATION.search(wanted):
         named = label or " ; ".join(plain("".join(formula)) for formula in FORMULA.findall(question.replace(r"\$", "")))
         spaced = " ?".join(map(re.escape, given.replace(" ", "")))
         shown = not label and re.search(f"{spaced}(?![0-9])", plain(question))
         listed = number_kind(wanted) is None and len(members(wanted)) > 1
-        wanted = ", ".join(members(wanted)) if listed else _inside(wanted, r"\{", r"\}") or wanted
-        given = given if listed else _inside(given, r"\{", r"\}") or given
+        wanted = ", ".join(members(wanted)) if listed else inside(wanted, r"\{", r"\}") or wanted
+        inner = None if listed else inside(given, r"\{", r"\}")
+        given = ", ".join(split_at(",", inner)) if inner else given
         parts = [_unlabelled(part, "" if shown else named) for part in (members(given) if listed else [given])]
-        parts = [_unwrapped(_without_unit(_unwrapped(part), wanted, question)) for part in parts]
+        parts = [unwrapped(_without_unit(unwrapped(part), wanted, question)) for part in parts]
         given = ", ".join(each for part in parts for each in (members(part) if listed else [part]))
     return given, wanted
 
 
 def members(listed: str) -> list[str]:
     r"""The members of a list or set of values, however joined; `a \pm b` is two."""
-    parts = split_at(",", AND.sub(", ", _inside(listed, r"\{", r"\}") or listed))
+    parts = split_at(",", AND_OR.sub(", ", inside(listed, r"\{", r"\}") or listed))
     both = [re.split(r"\\(?:pm|mp)(?![a-zA-Z])", part) for part in parts]
     pairs = [[f"{each[0]}{sign}{each[1]}".removeprefix("+").strip() for sign in "+-"] if len(each) == 2 else [] for each in both]
     return [member for part, pair in zip(parts, pairs, strict=True) for member in pair or [part]]
@@ -194,24 +221,68 @@ def split_at(separator: str, text: str) -> list[str]:
     return [text[start:stop].strip() for start, stop in ends]
 
 
+def _with_numbers(text: str, other: str = "") -> str:
+    """The text without commas between thousands, if all other commas separate members, as spaces after them show.
+
+    A list of as many members as the other text is left as it is: `1,234` for `1, 234`.
+    """
+    count = len(members(other))
+    read = without_thousands(text)
+    listed = count > 1 and count == len(members(text)) and not re.search(",0[0-9]", text)
+    return text if listed or len(split_at(",", read)) > len(split_at(", ", read)) else read
+
+
 def _as_interval(text: str, other: str, *, may_be_point: bool) -> str:
-    """The inequalities of one variable as intervals, if the other text has intervals, which are no points."""
+    """The inequalities of one variable as intervals, if the other text has intervals, which are no points, or either joins inequalities."""
+    read, other_read = _intervals(text), _intervals(other)
+    if read and other_read and read[0] == other_read[0] and any(AND_OR.search(each) or "," in each for each in (text, other)):
+        return read[1]
     others = [re.sub(r"^[a-zA-Z] ?\\in(?![a-zA-Z]) ?", "", part) for part in split_at(r"\cup", other)]
+    may_be_point = may_be_point and len(others) == 1
     if not all(INTERVAL.fullmatch(part) and not (may_be_point and OPEN_INTERVAL.fullmatch(part)) for part in others):
         return text
+    return read[1] if read else text
+
+
+def _intervals(text: str) -> tuple[str, str] | None:
+    """The variable and the intervals of inequalities that are joined by "and" or "or"."""
     builder = SET_BUILDER.fullmatch(text)
-    parts = split_at(r"\cup", AND.sub(r" \\cup ", builder[1] if builder else text))
-    found = [next(filter(None, (pattern.fullmatch(part) for pattern in RANGES)), None) for part in parts]
-    ranges = [part for part in found if part and RELATION.search(part[0])]
-    if len(ranges) < len(found) or len({part[3] for part in ranges}) > 1:
+    found = list(map(_interval, split_at(r"\cup", OR.sub(r" \\cup ", builder[2] if builder else text))))
+    names = {part[0] if part else None for part in found} | ({builder[1]} if builder else set())
+    name = names.pop()
+    return None if name is None or names else (name, r" \cup ".join(part[1] for part in found if part))
+
+
+def _interval(text: str) -> tuple[str, str] | None:
+    """The variable and the interval of an inequality, or of two that bound it on either side."""
+    if found := next(filter(None, (pattern.fullmatch(text) for pattern in ALL_BUT_ONE)), None):
+        return found[1], rf"(-\infty, {found[2]}) \cup ({found[2]}, \infty)"
+    names, lows, highs = set(), [], []
+    for part in split_at(",", AND.sub(", ", text)):
+        found = next(filter(None, (pattern.fullmatch(part) for pattern in RANGES)), None)
+        if found is None or not RELATION.search(part):
+            return None
+        ends = [(found[1], found[2]), (found[5], found[4])]
+        lower, upper = ends if found.re is RANGES[0] else ends[::-1]
+        names.add(found[3])
+        lows += [lower] if lower[1] else []
+        highs += [upper] if upper[1] else []
+    if len(names) > 1 or len(lows) > 1 or len(highs) > 1:
+        return None
+    (low, low_sign), (high, high_sign) = (lows or [("-" + INFINITY, "<")])[0], (highs or [(INFINITY, "<")])[0]
+    left, right = "[" if "\\" in low_sign else "(", "]" if "\\" in high_sign else ")"
+    return names.pop(), f"{left}{low}, {high}{right}"
+
+
+def _as_tuple(text: str, other: str, question: str) -> str:
+    """`a = 1, b = 2` as `(1, 2)`, if the other text is a tuple, and the question asks for (a, b)."""
+    labelled = [LABEL.fullmatch(part) for part in split_at(",", AND.sub(", ", text))]
+    values = {found[1]: found[2] for found in labelled if found}
+    asked = {tuple(re.split(", ?", names)) for names in TUPLE.findall(plain(question))}
+    named = [names for names in asked if sorted(names) == sorted(values)]
+    if len(values) < len(labelled) or len(named) != 1 or not inside(other, "(", ")"):
         return text
-    intervals = []
-    for part in ranges:
-        ends = [(part[1], part[2]), (part[5], part[4])]
-        (low, low_sign), (high, high_sign) = ends if part.re is RANGES[0] else ends[::-1]
-        left, right = ("[" if low_sign and "\\" in low_sign else "("), ("]" if high_sign and "\\" in high_sign else ")")
-        intervals.append(f"{left}{low or '-' + INFINITY}, {high or INFINITY}{right}")
-    return r" \cup ".join(intervals)
+    return f"({', '.join(values[name] for name in named[0])})"
 
 
 def _unlabelled(text: str, named: str) -> str:
@@ -227,24 +298,20 @@ def _without_unit(given: str, wanted: str, question: str) -> str:
     if not _letters(UNIT.sub("", wanted)):
         given = WORDS.sub(r"\\text{\1}\2", given)
     found = LAST_UNIT.search(given)
-    if (
-        found is None
-        or UNIT.search(wanted)
-        or not found.start()
-        or not re.fullmatch(r"[a-zA-Z. ]*[a-zA-Z][a-zA-Z. ]*(?:\^[0-9])?", found[1])
-    ):
+    if found is None or UNIT.search(wanted) or not found.start() or not re.fullmatch(r" ?[a-zA-Z][a-zA-Z. /]*(?:\^[0-9])?", found[1]):
         return given
     unit, _, power = unit_of(found[0]).partition("^")
     sign = SIGN_OF_UNIT.get(unit)
     units = " ".join([_singular(question), *(unit_of(each[0]).partition("^")[0] for each in UNITS_OF_NUMBERS.finditer(question))])
-    named = unit and (f" {unit} " in f" {units} " or (sign and sign in question))
+    named = unit and (unit == "unit" or f" {unit} " in f" {units} " or (sign and sign in question))
     return given[: found.start()] if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE) else given
 
 
 def unit_of(text: str) -> str:
     r"""The name of a unit: `\text{ sq. in}`, `\text{ inches}^2` and `\text{square inches}` are `inch^2`."""
     power = "".join(re.findall(r"\^([0-9])", text))
-    names = [ABBREVIATIONS.get(name, name) for name in _singular(TEXT.sub(r" \1 ", text)).split()]
+    text = re.sub(r"\b([a-zA-Z])\.(?=[a-zA-Z]\b)", r"\1", TEXT.sub(r" \1 ", text))  # a.m.
+    names = [ABBREVIATIONS.get(name, name) for name in _singular(text).split()]
     power = power or "".join(POWERS.get(name, "") for name in names)
     return " ".join(name for name in names if name not in POWERS) + (f"^{power}" if power else "")
 
@@ -259,18 +326,19 @@ def _letters(text: str) -> bool:
     return re.search("[a-zA-Z]", MACRO.sub("", text)) is not None
 
 
-def _unwrapped(text: str) -> str:
+def unwrapped(text: str) -> str:
     """The text without signs around all of it (of formulas, bold type, braces or parentheses around one value), and with units as words."""
+    text = OUTER.sub("", text)
     for opening, closing in WRAPPERS:
-        inner = _inside(text, opening, closing)
+        inner = inside(text, opening, closing)
         if inner and not (opening == "(" and "," in inner):
-            return _unwrapped(inner)
+            return unwrapped(inner)
     for pattern, unit in SIGNS_OF_UNITS:
         text = pattern.sub(unit, text)
     return text
 
 
-def _inside(text: str, opening: str, closing: str) -> str | None:
+def inside(text: str, opening: str, closing: str) -> str | None:
     """What stands between two marks that belong together."""
     if not (text.startswith(opening) and text.endswith(closing)):
         return None

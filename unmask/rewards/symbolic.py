@@ -19,8 +19,8 @@ from fractions import Fraction
 from itertools import accumulate
 from queue import SimpleQueue
 
-from unmask.rewards.final_form import UNIT, is_final
-from unmask.rewards.spelling import MACRO, bare, is_word, plain, words
+from unmask.rewards.final_form import SCIENTIFIC, UNIT, is_final
+from unmask.rewards.spelling import MACRO, bare, exact, is_word, plain, without_thousands, words
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
@@ -35,7 +35,9 @@ WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
-DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+DECIMAL = re.compile(r"[0-9]*\.[0-9]+")
+FACTORLESS = re.compile(rf"(?<![0-9a-zA-Z.}}]){SCIENTIFIC.pattern}(?= ?(?:$|,|\\text))")
+"""A number in scientific notation that no other factor precedes or follows."""
 KNOWN = re.compile(
     "frac|sqrt|pi|infty|emptyset|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
@@ -58,9 +60,10 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
         return MALFORMED
     answer, reference = bare(answer, reference, question or "")
     written = words(answer), words(reference)
-    if written[0] == written[1] or (written[0].lower() == written[1].lower() and (is_word(answer) or is_word(reference))):
+    if written[0] == written[1] or (written[0].lower() == written[1].lower() and is_word(reference)):
         return OK
-    final = question is None or is_final(answer, reference, plain(question))
+    asked = plain(question or "")
+    final = question is None or is_final(answer, reference, f"{asked} ; {without_thousands(asked)}")
     numbers = (number(answer), number(reference))
     if None not in numbers:
         return WRONG if numbers[0] != numbers[1] else OK if final else UNCOMPUTED
@@ -81,9 +84,12 @@ def equivalent(answer: str, reference: str, question: str | None = None) -> Verd
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of an integer, a decimal (1,234.5) or a quotient of integers (-3/4, \frac{3}{4}); None for other or too long text."""
+    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}) or a number in scientific notation
+    (6\times10^5); None for other or too long text."""
     if len(text) > MAX_ANSWER:
         return None
+    if found := SCIENTIFIC.fullmatch(text):
+        return _scientific(found)
     if found := FRACTION.fullmatch(text):
         sign, whole, divisor = found.groups()
         decimals = ""
@@ -97,6 +103,11 @@ def number(text: str) -> Fraction | None:
     digits = re.sub("[, ]", "", whole or "0") + decimals
     value = Fraction(int(digits), int(divisor or 1) * 10 ** len(decimals))
     return -value if sign == "-" else value
+
+
+def _scientific(found: re.Match[str]) -> Fraction:
+    """The value of what `SCIENTIFIC` matches."""
+    return Fraction(found[1]) * Fraction(10) ** int(found[2] or found[3])
 
 
 def _readable(answer: str, reference: str) -> bool:
@@ -123,13 +134,14 @@ def _comparable(answer: str, reference: str) -> bool:
 
 def _distinct(text: str, reference: str) -> str:
     """The text with other names for capital letters that the reference also has as small ones: math-verify reads both alike."""
-    small = set(re.findall("[a-z]", MACRO.sub("", reference)))
+    small = set(re.findall("[a-z]", MACRO.sub("", UNIT.sub("", reference))))
     return UPPER.sub(lambda found: f"{found[0].lower()}_{{99}}" if found[0].lower() in small else found[0], text)
 
 
 def _exact(text: str) -> str:
-    """The text with decimals as fractions, because math-verify compares decimals to six digits only."""
-    return DECIMAL.sub(lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}", text)
+    """The text with decimals as fractions, because math-verify compares decimals to six digits only, and without scientific notation."""
+    text = FACTORLESS.sub(lambda found: exact(_scientific(found)), text)
+    return DECIMAL.sub(lambda found: exact(Fraction(found[0])), text)
 
 
 def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:

@@ -18,7 +18,9 @@ from typing import Any, ClassVar, NamedTuple
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import ArithmeticSyntaxError, evaluate, numbers_used
 from unmask.rewards.format import tagged_answers
-from unmask.rewards.parsing import answer_of
+from unmask.rewards.parsing import BOX, answer_of
+from unmask.rewards.spelling import inside, unwrapped
+from unmask.rewards.symbolic import MAX_ANSWER
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.tasks.base import Puzzle, Row, Split, split_of
 
@@ -35,8 +37,22 @@ OPERATORS: dict[str, tuple[int, Callable[[Fraction, Fraction], Fraction]]] = {
     "/": (2, operator.truediv),
 }
 """Precedence and function of each operator."""
-SIGNS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u22c5": "*", "\u00f7": "/", "\u2212": "-", "\u2013": "-"})
+SIGNS = str.maketrans(
+    {
+        **dict.fromkeys("\u00d7\u00b7\u22c5\u2022\u2219\u2217\u2715\u2716", "*"),
+        **dict.fromkeys("\u00f7\u2215\u2044", "/"),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2212", "-"),
+    }
+)
 """Other signs of the operators."""
+SPELLINGS = [
+    (re.compile(r"\\(?:times|cdot|ast)(?![a-zA-Z])"), "*"),
+    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
+    (re.compile(r"\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"), r"((\1)/(\2))"),
+    (re.compile(r"(?<=[0-9)]) ?[xX] ?(?=[0-9(])"), "*"),
+]
+"""LaTeX, and x for a product."""
 STATED = re.compile(" *[1-9][0-9]{0,8} *")
 
 
@@ -147,9 +163,9 @@ class Countdown(Puzzle):
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers.
 
-        It may be an equation that says what its value is.
+        It may be an equation that says what its value is, and be set as a formula, code or in bold type.
         """
-        expression, *stated = (answer_of(completion) or "").translate(SIGNS).split("=")
+        expression, *stated = _sides(answer_of(completion) or "")
         if STATED.fullmatch(expression) and stated:
             expression, stated = stated[0], [expression, *stated[1:]]
         try:
@@ -189,6 +205,23 @@ class Countdown4(Countdown):
 
     name = "countdown4"
     count = 4
+
+
+def _sides(text: str) -> list[str]:
+    """The two sides of an equation, or the expression, that a text is."""
+    if len(text) > MAX_ANSWER:
+        return [""]
+    text = text.translate(SIGNS)
+    for pattern, spelling in SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return [_plain(side) for side in _plain(text).split("=")]
+
+
+def _plain(text: str) -> str:
+    """The text without what stands around all of it: signs of formulas, code and bold type, a box, a full stop."""
+    text = unwrapped(text.strip())
+    box = inside(text, BOX, "}")
+    return text if box is None else _plain(box)
 
 
 def _group(numbers: Sequence[int], target: int) -> str:

@@ -17,8 +17,9 @@ from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, Verdict
 from unmask.tasks.base import Puzzle, Row
 
-RULE = re.compile(r"[-+|= ]*")
-LAYOUT = str.maketrans(dict.fromkeys(" \t|,[]"))
+RULE = re.compile(r"[-+|=: \u2500-\u257f]*|```[a-z]*")
+"""A line between rows, or the end of a fence."""
+LAYOUT = str.maketrans(dict.fromkeys(" \t|\u2502\u2503\u2551,[]`"))
 Units = tuple[int, int, int]
 """The numbers of a cell's row, column and box."""
 
@@ -87,8 +88,9 @@ def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
 
 
 def _digits_of(answer: str, side: int) -> str:
-    """The digits of a grid that is written in one line, or a line for each row, between spaces, commas, brackets or rules."""
-    lines = [line.translate(LAYOUT) for line in answer.splitlines() if not RULE.fullmatch(line)]
+    """The digits of a grid that is written in one line, or a line for each row (or `;` or `/` between rows), between spaces, commas,
+    brackets, rules or the lines of a fence."""
+    lines = [line.translate(LAYOUT) for line in re.sub("[;/]", "\n", answer).splitlines() if not RULE.fullmatch(line)]
     return "".join(lines) if len(lines) == 1 or {len(line) for line in lines} == {side} else ""
 
 

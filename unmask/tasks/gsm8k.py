@@ -17,10 +17,32 @@ from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.tasks.base import Row, Task
 
 MARK = "####"
-CONCLUSION = re.compile(
-    r"(?:^|[.!?\n])[*_ ]*(?:(?:so|thus|hence|therefore|then|and|the|my|our|final|correct)[,:]? )*answer[*_ ]*(?:is\b|[:=])", re.IGNORECASE
+LEAD = (
+    r"(?:(?:so|thus|hence|therefore|then|and|the|my|our|final|correct|finally|overall|altogether|consequently|as a result|"
+    r"in (?:conclusion|summary|total)|(?:this|which) means(?: that)?|we (?:find|get|see|know|conclude) that)[,:]? )*"
 )
+START = rf"(?:^|[.!?\n}}$])[*_# ]*{LEAD}"
+CONCLUSION = re.compile(rf"{START}(?:answer[*_ ]*(?:is\b(?: (?:therefore|thus|then)\b)?|[:=]|(?=\n))|(?-i:A|Ans)[*_ ]*:)", re.IGNORECASE)
 """How a sentence begins that ends with the answer: "So the answer is 18", "**Answer:** 18"."""
+TOTAL = re.compile(
+    rf"{START}(?:(?:her|his|their) )?total(?: (?:amount|cost|number|price|time|distance))?[*_ ]*(?:is\b|[:=])", re.IGNORECASE
+)
+"""The same, of a sentence that may as well be a step."""
+STATEMENT = re.compile(
+    rf"{LEAD}(?:s?he|it|they|there|we|you|I) "
+    r"(?:has|have|is|are|will (?:have|be)|costs?|makes?|earns?|needs?|gets?|spends?|pays?|sells?|takes?) "
+    r"(?:a total of )?(\W*[0-9].*?)(?: (?:left|in total|altogether))?[.!]*",
+    re.IGNORECASE,
+)
+"""A sentence of a pronoun, a verb and a number, in a text without another: "She has $18."."""
+SENTENCE_END = re.compile(r"[.!?](?:\s|$)|\n")
+BEFORE_BOX = re.compile(r"[0-9][ $,]*(?:(?:[^.\n=]*\bor|and)\b[ $]*)?$")
+AFTER_BOX = re.compile(r"(?:[ $,;/]*(?:(?:and|not)\b.*)?|[^.\n=]*\bor\b.*)[0-9]")
+"""Another number beside the answer in a box: `17 or \boxed{18}`."""
+HOPE = re.compile(r" ?I hope (?:it|this) is correct[.!]*$", re.IGNORECASE)
+"""How answers to a common few-shot prompt end (Lewkowycz et al. 2022)."""
+GOES_ON = re.compile(r"\n[*_# ]*(?:Q|Question|Problem)(?: ?[0-9]+)?[*_ ]*:")
+"""How a base model goes on after its answer."""
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float:
@@ -61,25 +83,26 @@ class GSM8K(Task):
         return {"prompt": prompt, "completion": completion, "group": question, "question": question, "answer": answer}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The number in the answer tags, else on the line of the first `####`, else the whole text; of these the box, or what follows the
-        only "answer is", if there is one.
+        """The number in the answer tags, else on the line of the first `####`, else in the box, else after the only "answer
+        is" (or, at the end, "total is"), else in a single statement, else the whole text. What else is offered has to be the same number.
 
         A base model goes on after its answer, with another question.
         """
-        text = answer_of(completion) or ""
-        _, marked, rest = text.partition(MARK)
-        text = next(iter(rest.strip().splitlines()), "") if marked else text
-        box = boxed(text)
-        if box is not None and any(part and not part.lstrip().startswith(box) for part in text.split(BOX)[1:]):
-            return MALFORMED  # several answers
-        sentences = CONCLUSION.split(text)
-        text = box or (sentences[1].strip("*_:! ") if len(sentences) == 2 else text.rstrip("! "))
-        if len(text) > MAX_ANSWER:
-            return MALFORMED
+        text = HOPE.sub("", answer_of(completion) or "")
+        first = GOES_ON.split(text, maxsplit=1)[0]
+        verdict = self._verdict(first, row)
+        return self._verdict(text, row) if verdict == MALFORMED and first != text else verdict
+
+    def _verdict(self, text: str, row: Mapping[str, Any]) -> Verdict:
+        final, *others = _offered(text)
         question = re.sub(r"\$(?=[0-9.])", r"\\$", str(row.get("question") or ""))  # an amount, as LaTeX writes it
-        found, reference = bare(text, row["answer"], question)
+
+        def read(offered: str) -> tuple[str, str]:
+            return bare(offered, row["answer"], question) if len(offered) <= MAX_ANSWER else ("", "")
+
+        found, reference = read(final)
         value = number(found)
-        if value is None:
+        if value is None or any(number(read(other)[0]) != value for other in dict.fromkeys(others)):
             return MALFORMED
         if value != number(reference):
             return WRONG
@@ -88,6 +111,37 @@ class GSM8K(Task):
     def answer(self, row: Mapping[str, Any]) -> str:
         steps = row["completion"].partition(MARK)[0].strip()
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{row['answer']}\n</answer>\n"
+
+
+def _offered(text: str) -> list[str]:
+    """What a text offers as its answer, beginning with what decides, which is empty if another number stands beside it."""
+    steps, marked, rest = text.partition(MARK)
+    line = next(iter(rest.strip().splitlines()), "") if marked else text
+    box = boxed(line)
+    if box is not None:
+        before, _, after = line.rpartition(BOX)
+        after = after.lstrip().removeprefix(box).lstrip()[1:]
+        beside = re.search("[0-9]", before + after) if marked else BEFORE_BOX.search(before[-80:]) or AFTER_BOX.match(after[:80])
+        return ["" if beside else box, *_claims(steps if marked else text)]
+    if marked:
+        start = CONCLUSION.match(line)
+        return [_undressed(line[start.end() :]) if start else line.rstrip("! "), *_claims(steps)]
+    sentences = CONCLUSION.split(text)
+    sentences = TOTAL.split(text) if len(sentences) == 1 else sentences
+    statement = STATEMENT.fullmatch(text) if len(sentences) == 1 else None
+    return [_undressed(sentences[1]) if len(sentences) == 2 else statement[1] if statement else text.rstrip("! ")]
+
+
+def _claims(text: str) -> list[str]:
+    """The content of each box in a text, and the result of each sentence with "the answer is", if that has a number and no box."""
+    boxes = [boxed(BOX + part) or "" for part in text.split(BOX)[1:]]
+    sentences = [SENTENCE_END.split(part.lstrip(), maxsplit=1)[0] for part in CONCLUSION.split(text)[1:]]
+    return boxes + [_undressed(each.rpartition("=")[2]) for each in sentences if BOX not in each and re.search("[0-9]", each)]
+
+
+def _undressed(text: str) -> str:
+    """What follows "the answer is", without bold type and the end of the sentence."""
+    return text.lstrip("*_: \n").rstrip("*_.! \n")
 
 
 def _without_annotations(steps: str) -> str:
