@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from unmask.commands.settings.listing import settings_of_verb
 from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.console import is_first_process
 from unmask.errors import ConfigError, did_you_mean
@@ -18,8 +19,6 @@ Settings = dict[str, Any]
 SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 VLLM_PORT = 8000
 BATCH_VARIABLES = ("DIFFU_BATCH_SIZE", "GRPO_BATCH_SIZE")
-DEFAULTS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 8}
-"""Those of `GRPOConfig`, which takes seconds to import."""
 
 
 class Variable(NamedTuple):
@@ -70,9 +69,10 @@ def with_whole_groups(layers: Layers, environ: Mapping[str, str]) -> Layers:
     if (source := layers.source_of(batch_key)) not in variables or not (steps_source or "recipe ").startswith("recipe "):
         return layers
     earlier = Layers(layer for layer in layers if layer.source not in variables)
-    batch, before = layers.value_of(batch_key), earlier.value_of(batch_key) or DEFAULTS["per_device_train_batch_size"]
-    accumulated = layers.value_of(steps_key) or DEFAULTS["gradient_accumulation_steps"]
-    group = layers.value_of("training.num_generations") or DEFAULTS["num_generations"]
+    defaults = {setting.key: setting.default for setting in settings_of_verb("grpo")}
+    batch, before = layers.value_of(batch_key), earlier.value_of(batch_key) or defaults[batch_key]
+    accumulated = layers.value_of(steps_key) or defaults[steps_key]
+    group = layers.value_of("training.num_generations") or defaults["training.num_generations"]
     if not all(isinstance(number, int) and number > 0 for number in (before, accumulated, group)):  # which are refused later
         return layers
     whole = group // math.gcd(batch * int(environ.get("WORLD_SIZE", 1)), group)
