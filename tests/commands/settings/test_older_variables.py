@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from tests.training.tiny_runs import unmask
-from unmask.commands.settings.older_variables import DEFAULTS, OLDER_OF_GRPO, older_layers, with_whole_groups
+from unmask.commands.settings.older_variables import OLDER_OF_GRPO, older_layers, with_whole_groups
 from unmask.config.layers import Layer, Layers, read_layers
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
-from unmask.rl.config import GRPOConfig
 
 
 def read(verb: str = "grpo", **environ: str) -> dict[str, Any]:
@@ -136,11 +135,6 @@ def test_what_a_user_says_of_accumulation_stays(capsys):
     assert grouped({"per_device_train_batch_size": 5}) == (5, 2)  # no variable's
     assert grouped(verb_layers=[Layer("command line", {"training": {"per_device_train_batch_size": 4}})], DIFFU_BATCH_SIZE="2") == (4, 2)
     assert grouped({"num_generations": "six"}, DIFFU_BATCH_SIZE="2") == (2, 2)  # is refused later
-
-
-def test_the_defaults_are_those_of_the_config(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    assert {name: getattr(args, name) for name in DEFAULTS} == DEFAULTS
 
 
 def test_of_several_processes_only_the_first_tells(capsys):
