@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.data.formats import PREFERENCES, SPEAKERS, SUPERVISED, TRACE_INSTRUCTIONS, UNPAIRED, Reader
+from unmask.data.formats import PREFERENCES, PROMPT, SPEAKERS, SUPERVISED, TRACE_INSTRUCTIONS, UNPAIRED, Reader
 from unmask.errors import DataError
 
 words = st.text("abc", min_size=1, max_size=5)
@@ -294,6 +295,105 @@ def test_a_prompt_under_another_name_is_refused(name):
     with pytest.raises(DataError, match=f"{name}: the column {name} is not supported"):
         Reader(PREFERENCES).read(row | {name: "a"})
     assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row
+
+
+@pytest.mark.parametrize(
+    "name", ["system", "system_prompt", "history", "functions", "documents", "images", "image", "videos", "video", "audio", "audios"]
+)
+def test_a_column_that_would_change_the_prompt_is_refused_in_every_format(name):
+    rows = [
+        (SUPERVISED, {"messages": CHAT}),
+        (SUPERVISED, {"conversations": said([("human", "a"), ("gpt", "b")])}),
+        (SUPERVISED, {"prompt": "a", "completion": "b"}),
+        (SUPERVISED, {"text": "a"}),
+        (PREFERENCES, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (PREFERENCES, {"chosen": "ab", "rejected": "ac"}),
+        (UNPAIRED, {"prompt": "a", "completion": "b", "label": True}),
+        ([PROMPT], {"prompt": "a"}),
+    ]
+    media = name.startswith(("image", "video", "audio"))
+    for formats, row in rows:
+        for empty in (None, "") if "conversations" in row else (None, "", [], np.array([])):
+            assert read([row | {name: empty}], formats) == read([row], formats)
+        if ("text" in row and not media) or ("conversations" in row and name == "system"):
+            read([row | {name: "b"}], formats)  # of a whole text, or read
+            continue
+        for value in ("b", ["b"], {"b": 1}, np.array([1, 2])):
+            with pytest.raises(DataError, match=f"{name}: ") as caught:
+                read([row | {name: value}], formats)
+            assert caught.value.reason == f"with {name}"
+
+
+def test_columns_for_rewards_are_none_of_the_prompt():
+    others = {"input": "a", "context": "b", "instruction": "c", "answer": 3, "question": "d"}
+    assert read([{"prompt": "a", **others}], [PROMPT]) == [{"prompt": "a"}]
+    assert read([{"prompt": "a", "completion": "b", **others}]) == [{"prompt": "a", "completion": "b"}]
+
+
+@pytest.mark.parametrize("name", ["function_call", "images", "image", "videos", "audio", "train_detail"])
+def test_parts_of_a_message_that_are_not_read_are_refused(name):
+    with pytest.raises(DataError, match=f"{name} of a message is not supported") as caught:
+        read([{"messages": [CHAT[0], CHAT[1] | {name: [{"name": "f"}]}]}])
+    assert caught.value.reason == f"with {name}"
+    assert read([{"messages": [CHAT[0], CHAT[1] | {name: None}]}]) == [{"messages": CHAT}]
+
+
+def test_tools_are_given_once():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for inside in (tools, [], None):
+        with pytest.raises(DataError, match="tools are given twice"):
+            read([{"messages": CHAT, "tools": tools, "chat_template_kwargs": {"tools": inside}}])
+    for row in ({"tools": tools}, {"chat_template_kwargs": {"tools": tools}}):
+        assert read([{"messages": CHAT, **row}]) == [{"messages": CHAT, **row}]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [('{"a": 1}', {"a": 1}), (' {"a": {"b": "1"}}\n', {"a": {"b": "1"}}), ({"a": 1}, {"a": 1})]
+    + [(empty, {}) for empty in ("", " ", "{}", "null", None, {})],
+)
+def test_the_arguments_of_a_call_are_an_object(given, expected):
+    def called(arguments):
+        return [{"type": "function", "function": {"name": "f", "arguments": arguments}}, {"name": "g", "arguments": arguments}]
+
+    for content in ("", None, "b"):
+        row = {"messages": [CHAT[0], {"role": "assistant", "content": content, "tool_calls": called(given)}]}
+        [found] = read([row])
+        assert found["messages"][1] == {"role": "assistant", "content": content, "tool_calls": called(expected)}
+
+
+@pytest.mark.parametrize(
+    "calls", ["f", '[{"name": "f"}]', ["f"], [{"name": "f", "arguments": "a b"}], [{"name": "f", "arguments": "[1]"}], {"a": 1}]
+)
+def test_calls_without_arguments_by_name_are_refused(calls):
+    with pytest.raises(DataError, match="tool_calls: calls cannot be") as caught:
+        read([{"messages": [CHAT[0], {"role": "assistant", "content": "", "tool_calls": calls}]}])
+    assert caught.value.reason == "wrong type"
+
+
+@pytest.mark.parametrize(
+    ("given", "read_as"),
+    [
+        ({"train": False}, {"weight": 0}),
+        ({"train": 0}, {"weight": 0}),
+        ({"train": True}, {}),
+        ({"train": None}, {}),
+        ({"train": False, "weight": 0}, {"weight": 0}),
+    ],
+)
+def test_train_is_a_weight(given, read_as):
+    answer = {"role": "assistant", "content": "c"}
+    assert read([{"messages": [*CHAT, CHAT[0], answer | given]}]) == [{"messages": [*CHAT, CHAT[0], answer | read_as]}]
+    assert read([{"messages": [CHAT[0] | {"train": False}, CHAT[1]]}]) == [{"messages": [CHAT[0] | {"weight": 0}, CHAT[1]]}]
+
+
+@pytest.mark.parametrize(
+    ("role", "given"), [("user", {"train": True}), ("assistant", {"train": "no"}), ("assistant", {"train": True, "weight": 0})]
+)
+def test_a_train_that_says_no_weight_is_refused(role, given):
+    with pytest.raises(DataError, match="train") as caught:
+        read([{"messages": [{"role": role, "content": "a", **given}, *CHAT]}])
+    assert caught.value.reason == "wrong type"
 
 
 @pytest.mark.parametrize(("role", "weight"), [("assistant", 0.5), ("assistant", "0"), ("user", 1), ("system", 2)])

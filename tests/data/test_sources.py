@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 from itertools import islice
+from pathlib import Path
 
 import datasets
 import pytest
@@ -314,9 +317,9 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("suffix", CONTENTS)
+@pytest.mark.parametrize("suffix", [*CONTENTS, *map(str.upper, CONTENTS)])
 def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed, tmp_path):
-    content, name = CONTENTS[suffix].encode(), f"train-0.{suffix}{'.gz' * packed}"
+    content, name = CONTENTS[suffix.lower()].encode(), f"train-0.{suffix}{'.gz' * packed}"
     (tmp_path / "rows").mkdir()
     for path in (tmp_path / name, tmp_path / "rows" / name):
         path.write_bytes(gzip.compress(content) if packed else content)
@@ -332,6 +335,48 @@ def test_a_file_reads_the_same_alone_in_a_folder_and_in_a_stream(suffix, packed,
     assert list(load_examples(tmp_path / "rows", split="test")) == alone == list(load_examples(tmp_path / "rows"))
     with pytest.raises(DataError, match="no split 'other'"):
         load_examples(tmp_path / "rows", split="other")
+
+
+@pytest.mark.parametrize("name", ["train-1.parquet", "train-1.PARQUET", "other.Parquet"])
+def test_a_parquet_file_reads_the_same_in_a_folder(name, tmp_path, monkeypatch):
+    (tmp_path / "rows [1]").mkdir()
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows [1]" / name)
+    monkeypatch.chdir(tmp_path)
+    for source in (tmp_path / "rows [1]" / name, tmp_path / "rows [1]", "rows [1]"):
+        assert list(load_rows(source)) == list(load_rows(source, streaming=True)) == ROWS
+
+
+@pytest.mark.parametrize("beside", [[], ["a.csv"], ["a.csv", "b.csv"], ["a.txt"]])
+@pytest.mark.parametrize(
+    "name", ["z.csv.xz", "z.csv.bz2", "z.txt.bz2", "z.jsonl.zst", "z.csv.zip", "z.zip", "z.ndjson", "z.NDJSON", "z.arrow"]
+)
+def test_a_kind_that_is_refused_alone_is_refused_in_a_folder(name, beside, tmp_path):
+    home = tmp_path / "rows"
+    home.mkdir()
+    pack = {"xz": lzma.compress, "bz2": bz2.compress}.get(name.rpartition(".")[2], bytes)
+    (home / name).write_bytes(pack(b"text\n007\n"))
+    for other in beside:
+        (home / other).write_text("text\n007\n")
+    for source in (home / name, home):
+        for read in (load_rows, load_examples, lambda source: list(load_records(source)), lambda source: load_rows(source, streaming=True)):
+            with pytest.raises(DataError, match="unknown kind of file") as caught:
+                read(source)
+            assert Path(caught.value.where or "").name == name and caught.value.remedy and "are read" in caught.value.remedy
+
+
+def test_a_folder_of_another_kind_names_a_file(tmp_path):
+    (tmp_path / "notes.odt").write_text("a")
+    with pytest.raises(DataError, match=r"notes\.odt: unknown kind of file '\.odt'"):
+        load_rows(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}')
+    assert list(load_rows(tmp_path)) == [{"text": "a"}]
+
+
+def test_the_files_that_a_readme_names_are_read(tmp_path):
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: b.jsonl\n---\n")
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name}))
+    assert list(load_rows(tmp_path)) == [{"text": "b"}]
 
 
 def test_files_of_a_folder_are_read_in_turn_and_those_of_another_kind_are_named(tmp_path):

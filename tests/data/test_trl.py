@@ -14,9 +14,10 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.characters import character_tokenizer
-from unmask.data.encoding import encode_row
-from unmask.data.formats import read_prompt
+from unmask.data.encoding import encode_prompt, encode_row
+from unmask.data.formats import SUPERVISED, Reader, read_prompt
 from unmask.errors import DataError
+from unmask.evaluation.file_likelihood import _parts as likelihood_parts
 from unmask.evaluation.tasks import _prompts as evaluated_prompts
 from unmask.preference.config import DPOConfig
 from unmask.preference.trainer import DPOTrainer
@@ -104,6 +105,8 @@ def in_every_verb(tokenizer: PreTrainedTokenizerBase, prompt: Any, more: dict[st
     answer = made["sft"][1]
     made["grpo"] = GRPOTrainer.make_rows(lm, config(GRPOConfig), [row], "train")[0].ids, answer
     made["evaluate"] = evaluated_prompts(lm, [row])[0], answer
+    for columns in (pair, {"messages": [*prompt, ANSWER], **more}):
+        made[f"likelihood of {next(iter(columns))}"] = likelihood_parts(lm, Reader(SUPERVISED).read(columns))[-1]
     return made
 
 
@@ -172,11 +175,66 @@ def test_a_call_without_words_is_learnt_as_trl_renders_it(template):
         assert made["input_ids"] == without_tail(tokenizer, of_trl(trl.SFTTrainer, tokenizer, pair)["input_ids"])
 
 
+@pytest.mark.parametrize("template", WITH_TOOLS)
+@pytest.mark.parametrize("arguments", ["", "{}", '{"city": "Bern"}'])
+def test_arguments_in_json_have_the_ids_of_those_in_objects_in_every_verb(template, arguments):
+    tokenizer, made = TOKENIZERS[template], []
+    for given in (arguments, json.loads(arguments or "{}")):
+        call = {"type": "function", "function": {"name": "weather", "arguments": given}}
+        prompt = [QUESTION, said("assistant", "", tool_calls=[call]), said("tool", "20 C")]
+        made.append(in_every_verb(tokenizer, prompt, {"tools": [TOOL]}))
+        assert len({json.dumps(ids) for ids in made[-1].values()}) == 1
+        assert made[-1]["sft"][0] == encode_prompt(tokenizer, prompt, options={"tools": [TOOL]})  # as `generate` has it
+    assert made[0] == made[1]
+    assert f'": {json.dumps(json.loads(arguments or "{}"))}}}' in tokenizer.decode(made[0]["sft"][0])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("learn", ["all", "last"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_reasoning_that_the_template_leaves_out_is_refused(template, learn, name):
+    lm = lm_of(TOKENIZERS[template])
+    answer = said("assistant", "Yes.", **{name: "20 C is warm."})
+    rows = [
+        {"messages": [QUESTION, answer]},
+        {"prompt": [QUESTION], "completion": [answer]},
+        {"messages": [QUESTION, answer, QUESTION, ANSWER]},
+    ]
+    for row in rows:
+        if template == "qwen3_training":  # transformers gives the other names to it
+            [made] = SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
+            assert "20 C is warm." in lm.tokenizer.decode(made["input_ids"])
+            continue
+        with pytest.raises(DataError, match=f"the chat template does not write {name}"):
+            SFTTrainer.make_rows(lm, config(SFTConfig, learn=learn), [row], "train")
+
+
+def test_reasoning_of_earlier_turns_that_a_template_drops_on_purpose_is_context():
+    tokenizer, reasoning = tokenizer_of("qwen2_5"), "{% if loop.last and m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    message = "{{ m.role }}:" + reasoning + "{{ m.content }}<|im_end|>"
+    tokenizer.chat_template = f"{{% for m in messages %}}{message}{{% endfor %}}{{% if add_generation_prompt %}}assistant:{{% endif %}}"
+    row = {
+        "messages": [
+            QUESTION,
+            said("assistant", "Yes.", reasoning_content="20 C"),
+            QUESTION,
+            said("assistant", "No.", reasoning_content="0 C"),
+        ]
+    }
+    [made] = SFTTrainer.make_rows(lm_of(tokenizer), config(SFTConfig, learn="last"), [row], "train")
+    text = tokenizer.decode(made["input_ids"])
+    assert "(0 C)" in text and "20 C" not in text
+
+
 @pytest.mark.parametrize(
     ("more", "where"),
     [
         ({"system": "Be brief."}, "system"),
+        ({"system_prompt": "Be brief."}, "system_prompt"),
         ({"history": [["a", "b"]]}, "history"),
+        ({"images": ["a.png"]}, "images"),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"tools": [TOOL], "chat_template_kwargs": {"tools": []}}, "tools"),
         ({"tools": "no JSON"}, "tools"),
         ({"tools": {"name": "weather"}}, "tools"),
         ({"tools": ["weather"]}, "tools"),

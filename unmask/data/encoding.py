@@ -28,7 +28,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.data.decoding import has_text
-from unmask.data.formats import is_ids
+from unmask.data.formats import is_ids, with_decoded_calls
 from unmask.data.special_tokens import END, START, as_text, encode, encode_texts, without_marks
 from unmask.errors import DataError
 from unmask.models.chat_template import ANSWER, render_template
@@ -51,6 +51,10 @@ NO_OPTIONS: Options = {}
 
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
 EQUAL_RESPONSES = "chosen equals rejected"
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of an answer's reasoning, which templates write where it is the last message."""
+WRITTEN = ("tool_calls", "function_calls", "functions", "tools", *REASONING)
+"""Parts of messages that templates write beside the content, or leave out."""
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
@@ -87,9 +91,9 @@ def encode_prompt(
         ids, bos = _encode_marked(tokenizer, as_text(tokenizer, prompt, keep), keep), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if is_messages(prompt):
-        messages, options = as_text(tokenizer, prompt, keep), as_text(tokenizer, options, keep)
+        messages, options = as_text(tokenizer, [*map(with_decoded_calls, prompt)], keep), as_text(tokenizer, options, keep)
         text = _prompt_text(tokenizer, messages, options)
-        _require_tools(tokenizer, messages, options, text, partial(_prompt_text, tokenizer))
+        _require_written(tokenizer, messages, options, text, partial(_prompt_text, tokenizer))
         return _encode_marked(tokenizer, text, keep)
     if is_ids(prompt):
         return list(prompt)
@@ -178,7 +182,7 @@ def encode_pair(
     start = _prompt_text(tokenizer, asked, options)
     whole = render_template(tokenizer, [*asked, *completion], **options)
     _require_prefix(start, whole, prompt)
-    _require_tools(tokenizer, [*asked, *completion], options, whole)
+    _require_written(tokenizer, [*asked, *completion], options, whole)
     return encode(tokenizer, start), _finish(tokenizer, _encode_marked(tokenizer, whole[len(start) :], (), continues=bool(start)), ends)
 
 
@@ -199,7 +203,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any
         messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in example["messages"]])
         options = as_text(tokenizer, template_options(tokenizer, example))
         text = render_template(tokenizer, messages, **options)
-        _require_tools(tokenizer, messages, options, text)
+        _require_written(tokenizer, messages, options, text)
         ids = encode(tokenizer, text)
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
@@ -381,36 +385,49 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
         raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered differently when more turns follow")
 
 
-def _require_tools(
+def _require_written(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     options: Options,
     text: str,
     render: Callable[[Sequence[Message], Options], str] | None = None,
 ) -> None:
-    """Raise a DataError if the template leaves out the tools of a prompt, or the calls of a message: `text`, which it has rendered, is the
-    same without them.
+    """Raise a DataError if the template leaves out the tools of a prompt, or what a message has of `WRITTEN`: `text`, which it has
+    rendered, is the same without them. Reasoning may be left out once other messages follow.
 
     Args:
         render: how the text was rendered; None: as a whole conversation.
     """
-    fewer: list[tuple[str, Sequence[Message], Options]] = []
+
+    def whole(messages: Sequence[Message], options: Options) -> str:
+        return render_template(tokenizer, messages, **options)
+
+    render = render or whole
     if options.get("tools"):
-        fewer.append(("tools", messages, {name: value for name, value in options.items() if name != "tools"}))
+        fewer = {name: value for name, value in options.items() if name != "tools"}
+        _require_differ("tools", lambda: text, partial(render, messages, fewer))
     for index, message in enumerate(messages):
-        if message.get("tool_calls"):
-            without = {name: value for name, value in message.items() if name != "tool_calls"}
-            fewer.append(("tool_calls", [*messages[:index], without, *messages[index + 1 :]], options))
-    for what, rest, given in fewer:
-        try:
-            same = text == (render(rest, given) if render else render_template(tokenizer, rest, **given))
-        except DataError:  # it needs them
-            continue
-        if same:
-            remedy = "Use a model whose template has them, remove the row, or write them as text."
-            raise DataError(
-                f"the chat template does not write {what}", where=what, remedy=remedy, reason="not written by the chat template"
-            )
+        for name in (name for name in WRITTEN if str(message.get(name) or "").strip()):
+            same = REASONING if name in REASONING else (name,)
+            without, before = {key: value for key, value in message.items() if key not in same}, messages[:index]
+            if name in REASONING:
+                _require_differ(name, partial(whole, [*before, message], options), partial(whole, [*before, without], options))
+            else:
+                _require_differ(name, lambda: text, partial(render, [*before, without, *messages[index + 1 :]], options))
+
+
+def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[], str]) -> None:
+    """Raise a DataError if a template renders the same with and without a part of a row. One that refuses either needs it."""
+    try:
+        same = with_it() == without()
+    except DataError:
+        return
+    if same:
+        what, remedy = (
+            f"the chat template does not write {name}",
+            "Use a model whose template has them, remove the row, or write them as text.",
+        )
+        raise DataError(what, where=name, remedy=remedy, reason="not written by the chat template")
 
 
 def _weight(message: Message) -> bool:

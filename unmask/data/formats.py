@@ -12,8 +12,9 @@
 | `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
 | `prompt` | text or messages | unchanged |
 
-A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0` is not
-learnt. Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads, as in TRL.
+A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`. An answer with `"weight": 0`, or
+Axolotl's `"train": false`, is not learnt. Beside messages a row may have `tools` and `chat_template_kwargs`, which the chat template reads,
+as in TRL.
 """
 
 from __future__ import annotations
@@ -35,6 +36,19 @@ ANSWERS = ("answer", "output", "response", "target", "attempt")
 """Other names of a completion column."""
 RENDERED: dict[str, type[Any]] = {"tools": list, "chat_template_kwargs": dict}
 """Columns that a chat template reads beside the messages, and their types; JSON text is decoded."""
+MEDIA = dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), "Remove it: models of text are trained.")
+UNREAD = {
+    **dict.fromkeys(("system", "system_prompt", "history"), "Write it into the prompt (a system message), or remove the column."),
+    **dict.fromkeys(("documents",), "Write them into the prompt, or remove the column."),
+    **dict.fromkeys(("functions",), "Rename it to tools, or remove the column."),
+    **MEDIA,
+}
+"""Columns that would change a prompt and are not read, and what to do about them."""
+UNREAD_IN_MESSAGES = {
+    **dict.fromkeys(("function_call",), "Write it as tool_calls."),
+    **dict.fromkeys(("train_detail",), "Learn whole answers, with weight or train."),
+    **MEDIA,
+}
 LABELS = {"true": True, "false": False, "1": True, "0": False}
 """Labels of a table without booleans."""
 SPEAKERS = {
@@ -113,7 +127,36 @@ def template_columns(row: Mapping[str, Any]) -> Example:
             remedy = f"Give {'a list of functions as JSON schemas' if kind is list else 'an object'}, or remove the column."
             raise DataError(f"{value!r:.80} is of another type", where=name, remedy=remedy, reason="wrong type")
         columns[name] = value
+    if "tools" in columns and "tools" in columns.get("chat_template_kwargs", {}):
+        what, remedy = "tools are given twice, as a column and in chat_template_kwargs", "Keep the column."
+        raise DataError(what, where="tools", remedy=remedy, reason="wrong type")
     return columns
+
+
+def call_arguments(value: Any) -> Any:
+    """The arguments of a call as chat templates read them; a text they would write with quotes. The JSON text of an object is this object,
+    an empty text and null are an empty one. Anything else is unchanged."""
+    if not isinstance(value, str | None):
+        return value
+    try:
+        decoded = json.loads((value or "").strip() or "null")
+    except (ValueError, RecursionError):
+        return value
+    return {} if decoded is None else decoded if isinstance(decoded, dict) else value
+
+
+def with_decoded_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A message whose tool calls have their `call_arguments`."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(_decoded_call, calls)]} if isinstance(calls, list) else message
+
+
+def _decoded_call(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(called := call.get("function"), Mapping):
+        return {**call, "function": _decoded_call(called)}
+    return {**call, "arguments": call_arguments(call.get("arguments"))}
 
 
 @dataclass(frozen=True)
@@ -123,7 +166,8 @@ class RecordFormat:
     columns: tuple[str, ...]  # identify the format
     texts: tuple[str, ...]  # those that hold text or messages
     convert: Callable[[Example], Example] | None = None  # to TRL's columns, from a row whose messages have roles; None: they are TRL's
-    unsupported: tuple[str, ...] = ("system", "history")  # they would change the prompt; a row that has one is refused
+    reads: tuple[str, ...] = ()  # of `UNREAD`: the columns that it does read, or that cannot change its text
+    others: tuple[str, ...] = ()  # further columns that would change the prompt; a row that has one is refused
 
     def read(self, row: Example) -> Example:
         """A row in TRL's columns, with those of `RENDERED` that it has. Raises DataError if a text is blank or of another type, or the row
@@ -131,11 +175,12 @@ class RecordFormat:
         texts = {name: _messages(row[name]) for name in self.texts}
         rendered = template_columns(row)
         in_text = () if any(map(_is_chat, texts.values())) else rendered
-        for name in (*(name for name in self.unsupported if row.get(name)), *in_text):
-            what, remedy = f"the column {name} is not supported", "Write it into the prompt (a system message), or remove the column."
-            if name in in_text:
-                what, remedy = "a text has no chat template to read it", "Give messages, or remove the column."
-            raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
+        for name in (name for name in (*UNREAD, *self.others) if name not in self.reads and _is_given(row.get(name))):
+            remedy = UNREAD.get(name, UNREAD["system"])
+            raise DataError(f"the column {name} is not supported", where=name, remedy=remedy, reason=f"with {name}")
+        for name in in_text:
+            remedy = "Give messages, or remove the column."
+            raise DataError("a text has no chat template to read it", where=name, remedy=remedy, reason=f"with {name}")
         for name, value in texts.items():
             if _is_blank(value):
                 raise DataError("is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty")
@@ -151,9 +196,9 @@ class RecordFormat:
         return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
-PLAIN = RecordFormat(("text",), ("text",), unsupported=())
+PLAIN = RecordFormat(("text",), ("text",), reads=tuple(UNREAD.keys() - MEDIA.keys()))
 CHAT = RecordFormat(("messages",), ("messages",))
-SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("history",))
+SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("system",))
 TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = RecordFormat(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
@@ -163,10 +208,10 @@ PREFERENCES = (
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
-        ("history",),
+        ("system",),
     ),
     RecordFormat(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unsupported=("system", "history", *PROMPTS)),
+    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), others=PROMPTS),
 )
 UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
 PROMPT = RecordFormat(("prompt",), ("prompt",))
@@ -300,11 +345,40 @@ def _message(message: Mapping[str, Any]) -> Example:
     if not isinstance(content, str) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
         raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type")
-    if message.get("weight") not in ((None, 0, 1) if role == "assistant" else (None, 0)):
-        what, remedy = f"the {role}'s message has weight {message['weight']!r:.40}", "Write 0 or 1 for an answer, and none for others."
-        raise DataError(what, where="weight", remedy=remedy, reason="wrong type")
-    rest = {name: value for name, value in message.items() if value is not None and name not in ("from", "value")}
-    return rest | {"role": role, "content": content}
+    for name in (name for name in UNREAD_IN_MESSAGES if _is_given(message.get(name))):
+        what, remedy = f"{name} of a message is not supported", UNREAD_IN_MESSAGES[name]
+        raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
+    calls = message.get("tool_calls")
+    rest = {
+        name: value for name, value in with_decoded_calls(message).items() if value is not None and name not in ("from", "value", "train")
+    }
+    if calls and not (isinstance(calls, list) and all(map(_is_call, rest["tool_calls"]))):
+        remedy = 'Write [{"type": "function", "function": {"name": "...", "arguments": {...}}}].'
+        raise DataError(f"calls cannot be {calls!r:.80}", where="tool_calls", remedy=remedy, reason="wrong type")
+    return rest | {"role": role, "content": content} | _weight(message, role)
+
+
+def _weight(message: Mapping[str, Any], role: str) -> Example:
+    """The weight of a message, if it has one, or Axolotl's `train`."""
+    given = {name: message[name] for name in ("weight", "train") if message.get(name) is not None}
+    for name, value in given.items():
+        if value not in ((0, 1) if role == "assistant" else (0,)):
+            what, remedy = f"the {role}'s message has {name} {value!r:.40}", "Write 0 or 1 for an answer, and none for others."
+            raise DataError(what, where=name, remedy=remedy, reason="wrong type")
+    if len({*map(int, given.values())}) > 1:
+        raise DataError("weight and train differ", where="train", remedy="Keep one of them.", reason="wrong type")
+    return {"weight": given["weight"]} if "weight" in given else {"weight": 0} if given.get("train", True) in (0,) else {}
+
+
+def _is_call(call: Any) -> bool:
+    """Whether a call, with or without `function` around it, has arguments by name."""
+    called = call.get("function", call) if isinstance(call, Mapping) else None
+    return isinstance(called, Mapping) and isinstance(called.get("arguments"), Mapping)
+
+
+def _is_given(value: Any) -> bool:
+    """Whether a column has any content; an array has no truth value."""
+    return len(value) > 0 if hasattr(value, "__len__") else bool(value)
 
 
 def _part(part: Any) -> str:

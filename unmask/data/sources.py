@@ -6,13 +6,14 @@ memory-mapped.
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,18 @@ if TYPE_CHECKING:
 RECORDS = (".csv", ".tsv", ".json", ".jsonl")
 TEXTS = (".txt", *RECORDS)
 SUFFIXES = (*TEXTS, ".parquet")
+FAMILIES = ((".parquet",), (".json", ".jsonl"), (".csv", ".tsv"), (".txt",))
+"""Kinds of files that are read together, by precedence in a folder that has as many of several."""
+PACKED = (".7z", ".bz2", ".lz4", ".rar", ".tar", ".tgz", ".xz", ".zip", ".zst")
+UNREAD = (*PACKED, ".arrow", ".avro", ".feather", ".ndjson", ".orc", ".xlsx")
+"""Kinds of files that may hold rows, and are not read."""
 SAVED = ("state.json", "dataset_dict.json")
 """Files of `save_to_disk`."""
 INFORMATION = ("dataset_infos.json", "dataset_info.json")
 """Files of a dataset that hold no rows."""
+CARDS = ("README.md", ".huggingface.yaml")
+CONFIGS = re.compile(rb"^configs:", re.MULTILINE)
+"""Where a dataset names its files."""
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
 
 
@@ -47,8 +56,8 @@ def load_rows(
     Args:
         path_or_id: a file (.txt: documents, see `split_documents`; .csv, .tsv: values stay text, so that leading zeros survive; .json: an
             array of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`,
-            another directory in which `datasets.load_dataset` finds files (each is read as it is alone), or a hub id ("owner/name", or
-            "owner/name:config").
+            another directory with files (each is read as it is alone; splits are found as by `datasets.load_dataset`), or a hub id
+            ("owner/name", or "owner/name:config").
         split: of a hub dataset, a saved `DatasetDict` or a directory; a file has no splits.
         text_column: the name of the column of a .txt file.
         max_rows: keep only the first rows.
@@ -59,13 +68,13 @@ def load_rows(
     """
     source = str(path_or_id)
     check_source(source)
-    path, kind = Path(source), kind_of(source)
-    if files := _text_files(source, split):
+    files = _files(source, split)
+    if files and kind_of(files[0]) == ".parquet":
+        dataset = _from_parquet(source, files, streaming)
+    elif files:
         dataset = _from_files(source, files, text_column, streaming)
-    elif path.is_dir():
+    elif Path(source).is_dir():
         dataset = _from_directory(source, split, streaming)
-    elif kind == ".parquet":
-        dataset = _from_parquet(source, streaming)
     else:
         match = HUB_ID.fullmatch(source)
         assert match is not None, source
@@ -84,7 +93,15 @@ def check_source(path_or_id: str | os.PathLike[str]) -> None:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError("is neither a file nor a folder", where=source, remedy="Check the path")
     if path.is_file() and kind not in SUFFIXES:
-        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
+        raise _unknown_kind(source)
+
+
+def _unknown_kind(file: str) -> DataError:
+    kind = kind_of(file)
+    remedy = (
+        "Unpack it, or pack it with gzip" if kind in PACKED else "Rename it to .jsonl" if kind == ".ndjson" else "Write it as another kind"
+    )
+    return DataError(f"unknown kind of file {kind!r}", where=file, remedy=f"{remedy}: {', '.join(SUFFIXES)} are read.")
 
 
 def first_records(source: str) -> Generator[Record, None, None]:
@@ -130,38 +147,54 @@ def _examples(files: Sequence[str], keep_malformed: bool) -> Generator[dict[str,
 
 def _record_files(source: str | os.PathLike[str], split: str) -> list[str]:
     """The files of a source if all hold records; else none."""
-    files = _text_files(str(source), split)
+    files = _files(str(source), split)
     return files if all(kind_of(file) in RECORDS for file in files) else []
 
 
-def _text_files(source: str, split: str) -> list[str]:
-    """The text files of a source: itself, or those of a split that `datasets` finds in a folder; none if it is read in another way.
+def _files(source: str, split: str) -> list[str]:
+    """The files of a source: itself, or those of a split that `datasets` finds in a folder, of the kind that most have; none for a saved
+    dataset, a folder without files, and a name on the hub.
 
     Raises:
-        DataError: the folder has no such split.
+        DataError: the folder has no such split, or in it a file of a kind that is not read.
     """
     folder = Path(source)
     if not folder.is_dir():
-        return [source] if kind_of(source) in TEXTS else []
-    import datasets
-
-    if any((folder / name).exists() for name in SAVED):
-        return []
-    try:
-        found = {str(name): [*map(str, files)] for name, files in (datasets.load_dataset_builder(source).config.data_files or {}).items()}
-    except (datasets.exceptions.DatasetsError, OSError, ValueError):
-        return []  # `load_dataset` says why
-    read = [*chain.from_iterable(found.values())]
-    kinds = {*map(kind_of, read)}
-    if not kinds <= {*TEXTS}:
+        return [source] if kind_of(source) in SUFFIXES else []
+    if any((folder / name).exists() for name in SAVED) or not (found := _files_by_split(source)):
         return []
     if split not in found:
         raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, found))}.")
-    others = [file.name for file in sorted(folder.rglob("*")) if kind_of(file) in {*SUFFIXES} - kinds and file.name not in INFORMATION]
+    by_family = [[file for file in found[split] if kind_of(file) in family] for family in FAMILIES]
+    files = max(by_family, key=len)
+    unread = [file for file in found[split] if kind_of(file) in UNREAD] or ([] if files else found[split])
+    if unread:
+        raise _unknown_kind(unread[0])
+    family = FAMILIES[by_family.index(files)]
+    kinds = {*SUFFIXES, *UNREAD}.difference(family)
+    others = [file.name for file in sorted(folder.rglob("*")) if kind_of(file) in kinds and file.name not in INFORMATION]
     if others:
-        what = f"{source}: only files of one kind are read, {' and '.join(sorted(kinds))}, but not {', '.join(others[:3])}"
+        what = f"{source}: only files of one kind are read, {' and '.join(sorted({*map(kind_of, files)}))}, but not {', '.join(others[:3])}"
         warnings.warn(what + ", ..." * (len(others) > 3), UnmaskWarning, stacklevel=2)
-    return found[split]
+    return files
+
+
+def _files_by_split(folder: str) -> dict[str, list[str]]:
+    """The files of each split of a folder, whatever their kinds: those that its README names, or those that `datasets` finds by their
+    names; none if it finds none."""
+    import datasets
+    from datasets.data_files import DataFilesDict, get_data_patterns
+
+    cards = [path for name in CARDS if (path := Path(folder) / name).is_file()]
+    base = glob.escape(folder)
+    try:
+        if any(CONFIGS.search(path.read_bytes()) for path in cards):
+            found = datasets.load_dataset_builder(folder).config.data_files
+        else:
+            found = DataFilesDict.from_patterns(get_data_patterns(base), base_path=base)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError):
+        return {}  # `load_dataset` says why
+    return {str(split): [*map(str, files)] for split, files in (found or {}).items()}
 
 
 def load_mixture(
@@ -283,17 +316,22 @@ def _table(rows: Sequence[Mapping[str, Any]], names: Mapping[str, str], source: 
         raise DataError(f"a table cannot hold a value: {error}", where=source, remedy="Remove it, or write it as text.") from error
 
 
-def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
+def _from_parquet(source: str, files: list[str], streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
+    file = source
     try:
-        if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
+        rows = 0
+        for file in files:
+            rows += pyarrow.parquet.read_metadata(file).num_rows  # reads the footer, which a truncated file lacks
+        if not rows:
             raise _empty(source)
-        return _naming_files(datasets.IterableDataset.from_parquet(source), source) if streaming else datasets.Dataset.from_parquet(source)
+        names: Any = [*map(glob.escape, files)]
+        return _naming_files(datasets.IterableDataset.from_parquet(names), source) if streaming else datasets.Dataset.from_parquet(names)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
-        raise DataError(what, where=source, remedy="Write the file again.") from error
+        raise DataError(what, where=file, remedy="Write the file again.") from error
 
 
 def _from_directory(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:

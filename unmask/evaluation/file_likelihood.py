@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unmask.console import Phase, tracked
-from unmask.data.encoding import encode_pair, encode_prompt, encode_turns
+from unmask.data.encoding import encode_pair, encode_prompt, encode_turns, template_options
 from unmask.data.formats import SUPERVISED, Reader
 from unmask.data.rows import Column
 from unmask.data.sources import load_examples
@@ -133,9 +133,10 @@ def _parts(lm: DiffusionLM, row: Mapping[str, Any]) -> list[Part]:
     if "text" in row:
         ids = encode_prompt(lm.tokenizer, row["text"])
         return [(ids[:1], ids[1:])]
+    options = template_options(lm.tokenizer, row)
     if "messages" not in row:
-        return [encode_pair(lm.tokenizer, row["prompt"], row["completion"], lm.eos_token_ids)]
-    before, answer, learnt = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids)
+        return [encode_pair(lm.tokenizer, row["prompt"], row["completion"], lm.eos_token_ids, options)]
+    before, answer, learnt = encode_turns(lm.tokenizer, row["messages"], "all", lm.eos_token_ids, options)
     ids, turns, start = [*before, *answer], list[Part](), 0
     for is_learnt, run in groupby([*learnt, *[True] * len(answer)]):
         stop = start + len(list(run))

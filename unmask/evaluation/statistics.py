@@ -21,6 +21,8 @@ SAMPLES = 10_000
 """Flips of a test."""
 FLIPPED_AT_ONCE = 2_000_000  # signs of groups: 16 MB
 ROUNDING = 1e-12  # relative: a smaller error is none
+FEWEST_THAT_DIFFER = 20
+"""Groups of which an interval is made if most others agree."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +60,9 @@ def wilson_interval(successes: int, total: int) -> Interval:
     """
     if not 0 <= successes <= total or total == 0:
         raise DataError(f"{successes} successes out of {total}", remedy="Evaluate at least one row, and count each success once")
-    return _wilson(successes / total, total)
-
-
-def _wilson(rate: float, number: float) -> Interval:
-    """Of a rate in an effective number of trials."""
-    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    centre = (rate + z * z / (2 * number)) / (1 + z * z / number)
-    half = z / (1 + z * z / number) * math.sqrt(rate * (1 - rate) / number + z * z / (4 * number * number))
+    rate, z = successes / total, NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
+    centre = (rate + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
     # Rounding may move a bound that is exactly 0 or 1 to the wrong side of the rate.
     return Interval(rate, min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate))
 
@@ -74,11 +71,8 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
     """Interval of the mean of `values` [N]. Rows of one group (puzzles with the same solution, completions of one prompt) are not
     independent; its rows together are one observation.
 
-    If all values are within 0 and 1, it is Wilson's, with the number of trials that would give the variance between groups, corrected for
-    the degrees of freedom of that variance. Otherwise it is that of `group_interval`.
-
-    Source: E. L. Korn, B. I. Graubard, "Confidence Intervals for Proportions With Small Expected Number of Positive Counts Estimated From
-    Survey Data" (1998), for the number of trials.
+    If all values are within 0 and 1, the mean is taken to be that of scores which always are. Verdicts of 0 and 1 have Wilson's interval,
+    other scores that of `_interval_of_scores`. Any other values have that of `group_interval`.
 
     Raises:
         DataError: there are no values, one is not finite, or `groups` does not have one group per value.
@@ -92,15 +86,56 @@ def mean_interval(values: ArrayLike, groups: Sequence[int] | Sequence[str]) -> I
     if row_values.min() < 0 or row_values.max() > 1:
         return group_interval(values_N2, ratio, groups)
     sums_G2 = _group_sums(values_N2, groups)
-    mean, number = row_values.mean(), len(sums_G2)
-    if number == len(row_values) and set(row_values.tolist()) <= {0.0, 1.0}:
-        return wilson_interval(round(row_values.sum()), number)
-    part_G = (sums_G2[:, 0] - mean * sums_G2[:, 1]) * number / len(row_values)
-    variance = part_G.var(ddof=1) / number if number > 1 else 0.0
-    if variance <= ROUNDING**2 * mean**2:  # the groups agree
-        return _wilson(float(mean), number) if number > 1 or mean in (0, 1) else Interval(float(mean), -math.inf, math.inf)
-    z = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
-    return _wilson(float(mean), mean * (1 - mean) / variance * (z / student_quantile(number - 1)) ** 2)
+    solved_G, size_G = sums_G2.T
+    if (size_G == size_G[0]).all() and np.isin(solved_G, (0, size_G[0])).all():  # each group is one verdict
+        return wilson_interval(int((solved_G > 0).sum()), len(solved_G))
+    return _interval_of_scores(sums_G2, 0.0, 1.0)
+
+
+def _interval_of_scores(sums_G2: np.ndarray, least: float, most: float) -> Interval:
+    """Interval of the mean of scores from `least` to `most`; `sums_G2` are the sum and the number of those of each group.
+
+    The groups may have missed a rare score, so the variance between them says too little. Each bound is that of the groups and one more of
+    average size, which has the worst possible score: a quantile of the mean under random weights (exponential, as in the Bayesian
+    bootstrap). For verdicts this is the interval of Clopper and Pearson. It holds the truth in 95% of cases or more, and mostly more. The
+    bounds are infinite for a single group.
+
+    Source: N. Gaffke, "Three test statistics for a nonparametric one-sided hypothesis on the mean of a nonnegative variable" (2005);
+    E. Learned-Miller, P. S. Thomas, "A New Confidence Interval for the Mean of a Bounded Random Variable" (2019).
+    """
+    mean = float(sums_G2[:, 0].sum() / sums_G2[:, 1].sum())
+    if len(sums_G2) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    low, high = _bound(sums_G2, least, most, least, 0.5 - CONFIDENCE / 2), _bound(sums_G2, least, most, most, 0.5 + CONFIDENCE / 2)
+    return Interval(mean, min(low, mean), max(high, mean))
+
+
+def _bound(sums_G2: np.ndarray, least: float, most: float, worst: float, quantile: float) -> float:
+    """The quantile of the mean of groups, and of one more with the score `worst`, under exponential weights."""
+    require("scipy", "train", where="confidence intervals")
+    from scipy.optimize import brentq
+
+    size = sums_G2[:, 1].mean()
+    all_G2, count_G = np.unique(np.concatenate([sums_G2, [[worst * size, size]]]), axis=0, return_counts=True)
+    if (all_G2[:, 0] == worst * all_G2[:, 1]).all():
+        return worst
+    return float(brentq(lambda mean: _chance_below_zero(all_G2[:, 0] - mean * all_G2[:, 1], count_G) - quantile, least, most))
+
+
+def _chance_below_zero(scale_G: np.ndarray, count_G: np.ndarray) -> float:
+    """The probability that a sum of exponential variables, `count` with each scale, is below zero.
+
+    It is the integral of Gil-Pelaez over the characteristic function, over the logarithm of its argument, where the trapezoidal rule
+    converges exponentially. Far from the mean, where the integrand oscillates, it is 0 or 1, within 2% (Cantelli's inequality).
+    """
+    mean, deviation = float(count_G @ scale_G), math.sqrt(float(count_G @ np.square(scale_G)))
+    if abs(mean) > 7 * deviation:
+        return float(mean < 0)
+    step = 0.1
+    argument_K = np.exp(np.arange(-16, 12, step)) / deviation
+    scaled_GK = np.outer(scale_G, argument_K)
+    angle_K, log_size_K = count_G @ np.arctan(scaled_GK), count_G @ np.log1p(np.square(scaled_GK)) / 2
+    return 0.5 - float((np.sin(angle_K) * np.exp(-log_size_K)).sum()) * step / math.pi
 
 
 def ratio(sums_R2: np.ndarray) -> np.ndarray:
@@ -121,9 +156,10 @@ def _group_sums(values_NC: np.ndarray, groups: Sequence[int] | Sequence[str]) ->
 def group_interval(values_NC: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of a smooth statistic of the sums over rows, which maps sums [R, C] to values [R]. Rows of one group are one observation.
 
-    The jackknife, which leaves out each group in turn, gives the standard error and the skewness; the interval is Student's, with one
-    degree of freedom less for the skewness and corrected for it. The bounds are infinite where the groups tell nothing: there are fewer
-    than three, all agree, or a value is not finite.
+    The jackknife, which leaves out each group in turn, gives the standard error and the skewness. The bounds are the wider ones of two
+    intervals: Student's, with one degree of freedom less for the skewness, and the same corrected for skewness, which is increased as few
+    groups show too little of it. The bounds are infinite where the groups do not support any: there are fewer than three, a value is not
+    finite, or at least half of the groups agree and fewer than `FEWEST_THAT_DIFFER` do not, so that these may have missed a rare value.
 
     Source: P. Hall, "On the Removal of Skewness by Transformation", JRSS B 54 (1992); B. Efron, "The Jackknife, the Bootstrap and Other
     Resampling Plans" (1982), chapter 3.
@@ -135,12 +171,19 @@ def group_interval(values_NC: np.ndarray, statistic: Callable[[np.ndarray], np.n
         part_G = (number - 1) * (value - statistic(total_1C - sums_GC)) if number > 2 else np.full(1, math.nan)
     part_G = part_G - part_G.mean()
     error = math.sqrt(float(np.square(part_G).sum()) / max(number - 1, 1)) / math.sqrt(number)
-    if not math.isfinite(value) or not error > ROUNDING * number * abs(value):
+    if not math.isfinite(value) or not error > ROUNDING * number * abs(value) or _mostly_agree(part_G / error):
         return Interval(value, -math.inf, math.inf)
-    skewness = number * float((part_G**3).sum()) / ((number - 1) * (number - 2)) / (error * math.sqrt(number)) ** 3
-    ends = [_without_skewness(sign * student_quantile(number - 2) / math.sqrt(number), skewness, number) for sign in (1, -1)]
-    low, high = (value - error * math.sqrt(number) * end for end in ends)
-    return Interval(value, low, high)
+    skewness = number * float((part_G**3).sum()) / ((number - 1) * (number - 2)) / (error * math.sqrt(number)) ** 3 * (1 + 4 / number)
+    deviation = student_quantile(number - 2) / math.sqrt(number)
+    highest, lowest = (_without_skewness(sign * deviation, skewness, number) for sign in (1, -1))
+    spread = error * math.sqrt(number)
+    return Interval(value, value - spread * max(highest, deviation), value - spread * min(lowest, -deviation))
+
+
+def _mostly_agree(part_G: np.ndarray) -> bool:
+    """Whether at least half of the groups agree, and few do not."""
+    most = int(np.unique(part_G.round(6), return_counts=True)[1].max())
+    return 2 * most >= len(part_G) and len(part_G) - most < FEWEST_THAT_DIFFER
 
 
 def _without_skewness(deviation: float, skewness: float, number: int) -> float:
@@ -153,8 +196,8 @@ def _without_skewness(deviation: float, skewness: float, number: int) -> float:
 def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
 
-    It is Student's over groups; for verdicts of 0 and 1 with a group for each row, and where values from 0 to 1 are all equal or all as
-    different as they can be, that of Agresti and Min. The bounds are infinite for a single group, and where others differ alike.
+    For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, for other values from 0 to 1 that of
+    `_interval_of_scores`, otherwise that of `group_interval`.
 
     Source: A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
@@ -166,17 +209,16 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
         what = f"{row_before.size} values before and {row_after.size} after"
         raise DataError(what, remedy="Evaluate both on the same rows, in the same order")
     change = row_after - row_before
-    mean, sums_G2 = mean_interval(change, groups).mean, _group_sums(np.stack([change, np.ones_like(change)], axis=1), groups)
-    number, values = len(sums_G2), {*row_before.tolist(), *row_after.tolist()}
-    verdicts = values <= {0.0, 1.0} and number == len(change)
-    alike = set(change.tolist()) in ({-1.0}, {0.0}, {1.0}) and 0 <= min(values) <= max(values) <= 1
-    if number > 1 and (verdicts or alike):
-        gained, lost = (float((sign * sums_G2[:, 0] > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
-        half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt((gained + lost - (gained - lost) ** 2) / (number + 2))
-        return Interval(mean, max(min(gained - lost - half, mean), -1.0), min(max(gained - lost + half, mean), 1.0))
-    part_G = (sums_G2[:, 0] - mean * sums_G2[:, 1]) * number / len(change)
-    half = student_quantile(number - 1) * float(np.sqrt(np.square(part_G).sum() / max(number - 1, 1) / number))
-    return Interval(mean, mean - half, mean + half) if half > ROUNDING * number * abs(mean) else Interval(mean, -math.inf, math.inf)
+    mean, change_N2 = mean_interval(change, groups).mean, np.stack([change, np.ones_like(change)], axis=1)
+    sums_G2, values = _group_sums(change_N2, groups), {*row_before.tolist(), *row_after.tolist()}
+    number = len(sums_G2)
+    if not 0 <= min(values) <= max(values) <= 1:
+        return group_interval(change_N2, ratio, groups)
+    if not values <= {0.0, 1.0} or number < len(change) or number == 1:
+        return _interval_of_scores(sums_G2, -1.0, 1.0)
+    gained, lost = (float((sign * change > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
+    half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt((gained + lost - (gained - lost) ** 2) / (number + 2))
+    return Interval(mean, max(min(gained - lost - half, mean), -1.0), min(max(gained - lost + half, mean), 1.0))
 
 
 def sign_flip_p_value(differences: ArrayLike, groups: Sequence[int] | Sequence[str], samples: int = SAMPLES) -> float:

@@ -123,6 +123,8 @@ PLACES = (
         ({"enum": [2**64, -(2**64), 1e22, 1.5]}, [str(2**64), str(-(2**64)), "1e+22", "1.5"], [str(float(2**64)), "1"]),
         ({"type": "integer", "const": 2.0}, ["2.0"], ["2"]),
         ({"allOf": [{"$ref": "#/$defs/n"}], "description": "x", "$defs": {"n": {"type": "null"}}}, ["null"], ["1"]),
+        ({"$id": "http://x/r", "$ref": "#/$defs/n", "$defs": {"n": {"type": "null"}, "o": {"$id": "o"}}}, ["null"], ["1"]),
+        ({"type": "object", "properties": {"$id": {"type": "null"}}, "required": ["$id"]}, ['{"$id": null}'], ["{}"]),
         ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2}, ["[1, 2]"], ["[1]", "[1,2,2]"]),
         ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "maxItems": 1}, ["[1]"], ["[1,2]"]),
         ({"type": "array", "items": [{"const": 1}, {"const": 2}], "minItems": 2, "maxItems": 2}, ["[1,2]"], ["[1]"]),
@@ -276,3 +278,21 @@ def test_constants_are_written_as_they_are(values):
     texts = [json.dumps(value, ensure_ascii=False) for value in values]
     for text, automaton in zip(texts, automata_of([{"const": value} for value in values]), strict=True):
         assert [one for one in texts if accepts(automaton, one)] == [text] * texts.count(text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#/$defs/a", "$defs": {"b": {"type": "null"}, "a": {"$id": "a", "type": "array", "items": {"$ref": "#/$defs/b"}}}},
+        {"type": "object", "properties": {"x": {"$id": "http://x/a", "type": "null"}}, "required": ["x"]},
+        {"type": "array", "items": {"anyOf": [{"type": "null"}, {"$id": "a", "type": "integer"}]}},
+        {"$ref": "#/$defs/a/$defs/b", "$defs": {"a": {"$id": "a", "$defs": {"b": {"$ref": "#/$defs/c"}}}, "c": {"type": "null"}}},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "a", "$ref": "#/$defs/b"}, "b": {"type": "null"}}},
+    ],
+)
+@pytest.mark.parametrize("root", [{}, {"$id": "http://x/root"}])
+def test_a_name_below_the_root_is_refused(schema, root):
+    """References within such a schema lead elsewhere."""
+    with pytest.raises(GenerationError, match=r"\$id") as error:
+        regex_of(ConstraintConfig(json_schema=schema | root), "constraint")
+    assert (error.value.where or "").startswith("constraint")

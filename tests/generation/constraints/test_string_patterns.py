@@ -16,6 +16,7 @@ import pytest
 from unmask.errors import GenerationError
 from unmask.generation.constraints.byte_automaton import ByteAutomaton, byte_automata
 from unmask.generation.constraints.string_patterns import string_pattern
+from unmask.generation.constraints.unicode_properties import BINARY, CATEGORIES, SCRIPTS, is_property
 
 pytest.importorskip("outlines_core")
 NODE = shutil.which("node")
@@ -206,9 +207,90 @@ def test_sets_are_those_of_ecma(pattern, yes, no):
     assert [text for text in (*yes, *no) if accepts(automaton, text)] == yes
 
 
+NAMED = [
+    "lu",
+    "L_",
+    "greek",
+    "Greek",
+    "letter",
+    "Lu",
+    "Letter",
+    "digit",
+    "punct",
+    "space",
+    "cntrl",
+    "LC",
+    "Any",
+    "ASCII",
+    "Emoji",
+    "White_Space",
+]
+NAMED += [
+    "Script=Greek",
+    "sc=Grek",
+    "Script=greek",
+    "scx=Greek",
+    "script=Greek",
+    "gc=Lu",
+    "General_Category=Letter",
+    "gc=lu",
+    "Lu=Lu",
+    "Script=",
+]
+NAMED += [
+    "Basic_Emoji",
+    "Alpha",
+    "alpha",
+    "Lower",
+    "IsGreek",
+    "InGreek",
+    "Latin",
+    "Script=Latin",
+    "Script_Extensions=Latn",
+    "L&",
+    "Block=Greek",
+]
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node, a JavaScript engine")
+def test_properties_are_those_of_ecma():
+    assert NODE is not None
+    script = r"""
+    const names = JSON.parse(require("fs").readFileSync(0, "utf8"));
+    const known = (name) => { try { return Boolean(new RegExp(`\\p{${name}}`, "u")); } catch (error) { return false; } };
+    console.log(JSON.stringify(names.map(known)));
+    """
+    names = [*NAMED, *sorted(CATEGORIES | BINARY | SCRIPTS), *(f"Script={name}" for name in sorted(SCRIPTS))]
+    known = json.loads(subprocess.run([NODE, "-e", script], input=json.dumps(names).encode(), capture_output=True, check=True).stdout)
+    assert {name: is_property(name) for name in names} == dict(zip(names, known, strict=True))
+    for name in NAMED:
+        if not is_property(name):
+            for pattern in (f"\\p{{{name}}}", f"a[b\\P{{{name}}}]"):
+                with pytest.raises(GenerationError, match=r"no property of characters, at character|an escape that is no character"):
+                    string_pattern(pattern, "pattern")
+    taken = [f"\\{kind}{{{name}}}" for name in NAMED if is_property(name) for kind in "pP" if (kind, name) != ("P", "Any")]
+    texts = [*CHARACTERS, "\u03b1", "\u0391", "\u0301", "\u0663"]
+    found = dict(zip(taken, byte_automata([string_pattern(each, "pattern") for each in taken], "pattern", plain=True), strict=True))
+    for pattern, matches in zip(taken, engine([(pattern, texts) for pattern in taken]), strict=True):
+        assert [accepts(found[pattern], text) for text in texts] == [match[1] for match in matches if match], pattern
+
+
+@pytest.mark.parametrize(
+    "pattern", [r"[a-\p{Lu}]", r"[\p{Lu}-z]", r"[\w-.]\p{L}", r"\p{L}\-", r"\P{L}{", r"\p{L}]", r"\u{61}\_", r"[\d-x\u{61}]", r"[\!\p{L}]"]
+)
+def test_what_is_a_pattern_only_without_the_flag_has_no_properties(pattern):
+    with pytest.raises(GenerationError, match="has properties or"):
+        string_pattern(pattern, "pattern")
+    kept = re.sub(r"\\[pP]\{\w+\}|\\u\{61\}", "", pattern)  # what is left is a pattern
+    if not kept.startswith(("[a-]", "[-z]", "{")):
+        assert string_pattern(kept, "pattern")
+    assert string_pattern(r"[\p{Lu}\-_]\/\{\u{61}", "pattern")
+
+
 @pytest.mark.parametrize(
     "pattern, what",
     [
+        (r"\p{Greek}", "Write Script=Greek"),
         ("a(b", "unterminated group at character 2"),
         ("a)b", "unbalanced parenthesis at character 2"),
         ("a[b", "class that is not closed at character 2"),

@@ -191,6 +191,8 @@ def _difference_cells(difference: Difference, figures: Figures, largest: float) 
     better = (change.mean > 0) == difference.higher_is_better
     verdict: Verdict = "unclear" if not change.excludes(0.0) else "gain" if better else "loss"
     low, mean, high = (_signed(figures, end) for end in (change.low, change.mean, change.high))
+    if not math.isfinite(change.low):
+        return [Cell(text=mean, verdict=verdict), Cell(text=""), Cell(text=WORDS[verdict], verdict=verdict), Cell(text="")]
     span = (0.5 + change.low / largest / 2, 0.5 + change.mean / largest / 2, 0.5 + change.high / largest / 2)
     return [
         Cell(text=mean, verdict=verdict),
@@ -201,8 +203,6 @@ def _difference_cells(difference: Difference, figures: Figures, largest: float) 
 
 
 def _signed(figures: Figures, value: float) -> str:
-    if not math.isfinite(value):
-        return minus("-∞" if value < 0 else "+∞")
     return minus(f"{100 * value:+.1f}" if figures.fraction else f"{value:+,.{figures.decimals}f}")
 
 
@@ -224,7 +224,7 @@ def _change_in_words(difference: Difference, figures: Figures) -> str:
     chance = "" if change.excludes(0.0) else ", which may be chance"
     values = f"{figures.text(difference.before)} → {figures.text(difference.after)} of the problems solved, {mean} points{chance}"
     values = f"still {figures.text(difference.after)} of the problems solved" if change.mean == 0 else values
-    return f"{values}; 95% interval of the change [{low}, {high}]"
+    return f"{values}; 95% interval of the change [{low}, {high}]" if math.isfinite(change.low) else values
 
 
 def speed(results: Sequence[Result]) -> Section:

@@ -87,6 +87,8 @@ class Reader:
     def _read(self, schema: Any, where: str, within: tuple[str, ...]) -> str:
         if not isinstance(schema, dict):
             refuse(f"{json.dumps(schema)} is not a schema that can be enforced", where, "Give an object")
+        if "$id" in schema and schema is not self.root:
+            refuse("below the root changes what references mean", f"{where}.$id", "Leave it out")
         used = schema.keys() - NOTES - DEFINITIONS
         for name in (name for name in ALONE if name in used):
             only(used, {name} | BESIDE.get(name, set()), where)
@@ -148,6 +150,10 @@ class Reader:
         for part in parts[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             found = found.get(part) if isinstance(found, dict) else None
+            if isinstance(found, dict) and isinstance(found.get("$id"), str):
+                refuse(
+                    f"{reference!r} leads into a schema with its own $id, which changes what references mean", where, "Leave the $id out"
+                )
         if parts[0] != "#" or found is None or len(parts) == 1:
             what = "contains itself, which no regular expression can enforce" if reference == "#" else "is not in this schema"
             refuse(f"{json.dumps(reference)} {what}", where, "Use a reference such as #/$defs/NAME")

@@ -1,7 +1,8 @@
 r"""Patterns of strings in JSON schemas, as patterns of what stands between the quotes.
 
-They are read as ECMA 262 has them (with its flag `u`), which JSON schemas use, and written in Rust's syntax with every class and dot as a
-set of code points: `&&`, `--` and `~~`, `\d` and `\s`, and the line ends of a dot mean other things there.
+They are read as ECMA 262 has them with its flag `u`, which JSON schemas use, or without it if they are patterns only so. They are written
+in Rust's syntax with every class and dot as a set of code points: `&&`, `--` and `~~`, `\d` and `\s`, and the line ends of a dot mean other
+things there.
 
 A character that JSON writes with a backslash is never matched: the strings are those of the pattern that need none.
 """
@@ -13,11 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from unmask.errors import GenerationError
+from unmask.generation.constraints.unicode_properties import SCRIPTS, is_property
 
 PLAIN = r'[^"\\\x00-\x1F\x{100000}-\x{10FFFF}]'
 """A character that JSON writes as it is, without the private ones of the last plane."""
 SPACES = r"\x{9}-\x{D}\x{20}\x{A0}\x{1680}\x{2000}-\x{200A}\x{2028}\x{2029}\x{202F}\x{205F}\x{3000}\x{FEFF}"
 SETS = {"d": "0-9", "w": "0-9A-Za-z_", "s": SPACES}
+SYNTAX = "^$\\.*+?()[]{}|/"
+"""What may follow a backslash with the flag `u` and stand for itself."""
 SETS |= {name.upper(): f"[^{inside}]" for name, inside in SETS.items()}
 """What `\\d`, `\\w` and so on add to a class."""
 DOT = r"[[^\x{A}\x{D}\x{2028}\x{2029}]&&" + PLAIN + "]"
@@ -71,6 +75,7 @@ class _Pattern:
 
     def __init__(self, text: str, where: str):
         self.text, self.where, self.at = text, where, 0
+        self.needs_flag = self.needs_no_flag = False  # means something else without the flag `u`; is no pattern with it
 
     def read(self) -> str:
         """The whole, as a group."""
@@ -103,6 +108,10 @@ class _Pattern:
                 starts = False
         if len(groups) > 1:
             self._refuse("an unterminated group", groups[-1].place, "Close it, or write a backslash before it")
+        if self.needs_flag and self.needs_no_flag:
+            what = f"the pattern {self.text!r} has properties or \\u{{...}}, and what is no pattern beside them"
+            remedy = "Escape a brace or bracket that stands for itself, a hyphen in a class, and no other character that needs no escape"
+            raise GenerationError(what, where=self.where, remedy=remedy)
         return "".join([*parts, ")"])
 
     def _opening(self, place: int) -> str:
@@ -139,6 +148,7 @@ class _Pattern:
         if character == "[":
             return self._class(place)
         if character != "\\":
+            self.needs_no_flag |= character in "{}]"
             return self._literal(ord(character))
         found = self._escape(place)
         return f"[[{found}]&&{PLAIN}]" if isinstance(found, str) else self._literal(found)
@@ -157,8 +167,17 @@ class _Pattern:
             self._refuse(what, place, "Leave it out, or write out what may stand there")
         self.at = found.end()
         parts = found.groupdict()
-        if parts["set"] or parts["property"]:
-            return SETS[parts["set"]] if parts["set"] else f"\\{parts['property']}"
+        self.needs_flag |= bool(parts["property"] or parts["any"])
+        self.needs_no_flag |= bool(parts["same"]) and parts["same"] not in SYNTAX + "-" * in_class
+        if parts["set"]:
+            return SETS[parts["set"]]
+        if parts["property"]:
+            if not is_property(name := parts["property"][2:-1]):
+                remedy = (
+                    f"Write Script={name}" if name in SCRIPTS else "Write it as ECMA 262 does, as Lu, Letter, Alphabetic or Script=Greek"
+                )
+                self._refuse(f"{name}, which is no property of characters,", place, remedy)
+            return f"\\{parts['property']}"
         if parts["high"]:
             return 0x10000 + ((int(parts["high"], 16) - 0xD800) << 10) + int(parts["low"], 16) - 0xDC00
         if digits := parts["two"] or parts["four"] or parts["any"]:
@@ -190,6 +209,7 @@ class _Pattern:
                     self._refuse("a range whose ends are reversed", begin - 1, "Change one of them")
                 members.append(f"{_code_point(low)}-{_code_point(high)}")
             else:  # a hyphen beside a set is one
+                self.needs_no_flag = True
                 members += [each if isinstance(each, str) else _code_point(each) for each in (low, ord("-"), high)]
         self.at += 1
         return f"[[{'^' * negated}{''.join(members)}]&&{PLAIN}]"

@@ -12,6 +12,7 @@ from typing import Any
 from unmask.config.constraint import ConstraintConfig
 from unmask.config.sampler import SamplerConfig
 from unmask.data.encoding import encode_messages
+from unmask.data.formats import call_arguments
 from unmask.errors import GenerationError
 from unmask.models.chat_template import without_start
 from unmask.models.diffusion_lm import DiffusionLM
@@ -119,12 +120,7 @@ def _prompt(lm: DiffusionLM, body: ChatRequest, limits: Limits) -> Prompt:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a call as an object, an empty one where there are none, or as they are where they are no object."""
-    try:
-        value = json.loads(text.strip() or "null")
-    except (ValueError, RecursionError):
-        return text
-    if value is None:
-        return {}
+    """The arguments of a call, which are bounded."""
+    value = call_arguments(text)
     check_depth(value, "messages.tool_calls.function.arguments")
-    return value if isinstance(value, dict) else text
+    return value
