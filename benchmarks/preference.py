@@ -34,7 +34,6 @@ from unmask.evaluation.tasks import evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.tasks import as_puzzle, get_task
 from unmask.training.trainer import DiffusionTrainer
 
 Pairs = list[dict[str, Any]]
@@ -149,7 +148,7 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
     start = folder / "sudoku"
     if not (start / "model").exists():
         make_start("sudoku", start)
-    demo = Demo(as_puzzle(get_task("sudoku")), start, 0, DemoSettings())
+    demo = Demo("sudoku", start, 0, DemoSettings())
     lm, rng = unmask.load(start / "model"), random.Random(3)
 
     def corrupted(rows: Sequence[Mapping[str, Any]]) -> Pairs:
