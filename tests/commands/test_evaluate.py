@@ -160,7 +160,9 @@ def test_an_existing_result_is_kept(model, tmp_path):
 
 
 def test_a_file_that_is_no_result_cannot_be_rerun(tmp_path):
-    assert "cannot be read" in refused("evaluate", "--rerun", tmp_path / "out.json")
+    assert "no such file" in refused("evaluate", "--rerun", tmp_path / "out.json")
+    (tmp_path / "out.json").write_text("{")
+    assert "out.json" in refused("evaluate", "--rerun", tmp_path / "out.json")
 
 
 def test_a_result_of_another_model_cannot_be_rerun(model, tmp_path, monkeypatch):
@@ -184,6 +186,7 @@ def test_a_rerun_may_accept_unsandboxed_code(first, monkeypatch, tmp_path):
 
     monkeypatch.setenv(ACCEPT_UNSANDBOXED, "")
     monkeypatch.setattr(commands, "rerun", rerun)
+    (tmp_path / "out.json").write_text("{}")
     words = ["--rerun", tmp_path / "out.json"]
     assert "enough" in refused("evaluate", *(["--i-accept-unsandboxed-code", *words] if first else [*words, "--i-accept-unsandboxed-code"]))
     assert seen == ["1"]

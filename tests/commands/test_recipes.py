@@ -195,7 +195,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run, name, loaded)
 
 
-def refusal(verb: str, recipes: list[str], folder: Path, model: Path, data: Path, *settings: str) -> str:
+def refusal(verb: str, recipes: list[str], folder: Path, model: Path, data: str, *settings: str) -> str:
     """The line with which the command line ends."""
     options = [part for recipe in recipes for part in ("--recipe", recipe)]
     result = unmask(verb, *options, "--model", model, "--data", data, "--output", folder / "out", "training.use_cpu=true", *settings)
@@ -207,9 +207,8 @@ def refusal(verb: str, recipes: list[str], folder: Path, model: Path, data: Path
 @pytest.mark.parametrize("machine", SHARDED)
 @pytest.mark.parametrize("task", TASKS)
 def test_adapters_on_sharded_weights_are_refused_with_every_recipe_of_a_task(task, machine, models, tmp_path, nothing_is_loaded):
-    model, data, _ = for_verb("grpo", [f"grpo-{task}"])
-    rows = models / f"{data or 'pairs'}.jsonl"
-    line = refusal("grpo", [f"grpo-{task}", machine], tmp_path, models / model, rows, "training.bf16=false")
+    model, _, _ = for_verb("grpo", [f"grpo-{task}"])
+    line = refusal("grpo", [f"grpo-{task}", machine], tmp_path, models / model, "owner/rows", "training.bf16=false")
     assert f"training.fsdp (recipe {machine}) and lora (recipe grpo-{task}): adapters cannot be merged" in line
     assert "lora=null" in line and "a40-48gb-x3-ddp" in line
 
@@ -326,5 +325,5 @@ def test_what_cannot_go_together_is_refused_before_anything_is_loaded(
     switches = [] if "bfloat16" in recipes else ["training.bf16=false"]
     if not {"bfloat16", "offload"} & set(recipes):
         switches.append("training.optim=adamw_torch")
-    line = refusal(verb, recipes, tmp_path, models / model, models / "ocaml.jsonl", *switches, *settings)
+    line = refusal(verb, recipes, tmp_path, models / model, "owner/rows", *switches, *settings)
     assert message in line

@@ -247,7 +247,7 @@ def test_a_run_inside_the_folder_of_another_and_the_outer_one_leave_each_other_a
         resumed = unmask(*run, outer, *more)
         assert resumed.exit_code == 0, resumed.output
     refused = unmask(*run, outer, "training.seed=1", "--resume", inner / "checkpoint-1")  # that of another run
-    assert_refused(refused, "out", "not empty")
+    assert_refused(refused, "out", "holds an input")
     assert unmask(*run, outer, "--overwrite").exit_code == 0
     assert {path: path.read_bytes() for path in inner.rglob("*") if path.is_file()} == before
     shutil.rmtree(inner / "checkpoint-2")

@@ -39,6 +39,7 @@ from unmask.config.run import (
     to_yaml,
 )
 from unmask.config.trackers import check_trackers
+from unmask.config.user_code import load_module
 from unmask.console import for_stdout, is_first_process, show_table
 from unmask.data.formats import check_row
 from unmask.data.sources import check_source, first_records
@@ -261,8 +262,12 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
     if reference := settings.training.get("reference_model"):
         check_model(str(reference))
     for path in map(Path, inputs_of(settings)):
-        if path.suffix in (".py", ".json", ".jinja", ".jinja2") and not path.exists():
+        if path.suffix in (".json", ".jinja", ".jinja2") and not path.exists():
             raise ConfigError("no such file", where=str(path), remedy=near_path(path))
+    for target in settings.rewards:
+        file, mark, _ = target.partition(".py:")
+        if mark and not Path(f"{file}.py").is_file():
+            load_module(f"{file}.py", target)  # says so
     task = None if settings.data.task is None else get_task(settings.data.task)
     for name, off in (("eval_strategy", "no"), ("eval_on_start", False)):
         if settings.training.get(name, off) != off and task is None and settings.data.eval is None:
