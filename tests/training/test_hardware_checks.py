@@ -335,7 +335,7 @@ def test_a_compiled_model_that_a_trainer_is_given_runs_compiled(verb, tmp_path):
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
-@pytest.mark.parametrize("place", ["trainer.lm", "conversion", "conversion.lm"])
+@partly_slow("place", ["trainer.lm", "conversion", "conversion.lm"], 0)
 def test_wherever_a_compiled_model_is_assigned_it_runs_compiled(place, tmp_path):
     ran: list[int] = []
 
