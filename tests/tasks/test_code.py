@@ -89,7 +89,7 @@ def test_published_rewards_of_code():
     columns = {name: [row[name]] * 4 for name in task.columns}
     code_format, tests = get_rewards("mbpp/published")
     assert code_format([""] * 4, texts, **columns) == [1.0, 0.5, 0.0, 1.0]
-    assert tests([""] * 4, texts, **columns) == [1.0, 0.0, 1.0, 0.5]
+    assert tests([""] * 4, texts, **columns) == pytest.approx([1.0, 0.0, 1.0, 1 / 3])
     (strict,) = get_rewards("mbpp")
     assert strict([""] * 4, texts, **columns) == [1.0, 0.0, 1.0, 0.0]
 
@@ -124,7 +124,7 @@ def paid_tables(rows, name, otherwise):
 def test_a_table_of_what_mbpp_shows_does_not_pass():
     _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
     assert paid_tables(rows[:30], "mbpp", "shown") == []
-    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 969  # of the others no test can be shown
+    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 962  # of the others no test can be shown
     assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
 
 
