@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain, islice, permutations, product
+from itertools import chain, combinations, islice, permutations, product
 from typing import Any
 
 from tests.tasks.inputs import similar_inputs
@@ -55,8 +55,10 @@ OF_TWO = [
 ARITHMETIC = ["{0} + {1}", "{0} - {1}", "times({0}, {1})", "{0} / {1}", "{0} // {1}", "{0} % {1}", "{0} == {1}", "{0} < {1}", "{0} and {1}", "{0} or {1}", "{0} in {1}", "power({0}, {1})"]  # fmt: skip
 """Those that are applied to two expressions that are not arguments."""
 OF_THREE = ["{0}[{1}:{2}]", "{0}[{1}:{2} + 1]", "{0}[{1} - 1:{2}]", "{0}[{1}][{2}]", "{0}.replace({1}, {2})", "{0} <= {1} <= {2}", "{0} == {1} == {2}", "sorted(({0}, {1}, {2}))[1]", "len({{{0}, {1}, {2}}})", "{0} + {1} > {2}", "pow({0}, {1}, {2})", "{0} + {1} + {2}", "times(times({0}, {1}), {2})", "times({0}, {1}) + {2}", "times({0}, {1}) % {2}", "{0} % {1} == {2}", "({0}, {1}, {2})", "[{0}, {1}, {2}]", "{0} + times({1} - 1, {2})", "times({0}, power({2}, {1} - 1))"]  # fmt: skip
-NUMBERS = ["0", "1", "2", "3", "-1", "10", "4", "5", "6", "7", "8", "9", "20", "50", "100", "1000", "math.pi"]
+NUMBERS = ["0", "1", "2", "3", "-1", "10", "None", "4", "5", "6", "7", "8", "9", "20", "50", "100", "1000", "math.pi"]
 TEXTS = ["''", "' '", "'_'", "'@'", "'.'", "','", "'-'", "'ab'", "'bb'", "'aeiou'", "'0'", "'1'", "'2'", "'3'", "'4'", "'7'", "'9'", *map(repr, "abcdefghijklmnopqrstuvwxyz"), "'A'", "'P'"]  # fmt: skip
+ANSWERS = list(map(repr, [True, False, None, "True", "False", "Yes", "No", "YES", "NO", "Even", "Odd", "Valid", "Invalid", "Equal", "Not Equal", "Found a match!", "Not matched!"]))  # fmt: skip
+"""What a program may return one of that has seen other problems."""
 PLAIN = ["0", "1", "-1", "None", "True", "False", "''", "[]"]
 """What an expression returns for one of two branches, beside its arguments."""
 
@@ -74,7 +76,7 @@ DECIDED = {
     225: ROTATED + " and b == 0 and c == len(a) - 1", 229: "sum(x > 0 for x in a) == sum(x < 0 for x in a) == 1", 230: "len(b) == 1", 231: "[len(x) for x in a] == [*range(1, b + 1)]", 236: "a - 2 * b >= -2",
     249: "a == sorted(set(a)) and b == sorted(set(b))", 262: "0 < b < len(a)", 263: "all(a[x] == b[x] for x in a if x in b)", 278: "any(isinstance(x, tuple) for x in a)", 288: "all(c % x for x in range(2, c))",
     303: "sorted(a) == [*range(b)]", 304: "0 < c <= len(b) and 0 <= d < len(a) and all(x <= y < len(a) for x, y in b)", 313: "0 not in a",
-    326: "list((words := collections.Counter(' '.join(a).split())).values()).count(max(words.values())) == 1", 329: "0 not in a", 333: "len({x[1] for x in a}) == len(a)", 336: "a in MONTHS",
+    326: "list((words := collections.Counter(' '.join(a).split())).values()).count(max(words.values())) == 1", 327: "len({a, b, c}) > 1", 329: "0 not in a", 333: "len({x[1] for x in a}) == len(a)", 336: "a in MONTHS",
     347: "out == sum((a - x) * (b - x) for x in range(min(a, b)))", 348: "a % 2 == 0", 362: MOST_OFTEN, 371: "b == 0 and c == len(a) - 1", 377: "len(b) == 1",
     382: "len(set(a)) == len(a) and any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))", 403: "a.startswith('https://')", 412: "out == [x for x in a if x % 2 == 0]", 455: "0 < a < 13", 472: "a == sorted(a)", 480: MOST_OFTEN,
     487: "len({x[-1] for x in a}) == len(a)", 509: "a % 2", 511: "out == sum(x for x in range(2, a + 1) for y in range(1, 9) if a % x ** y == 0 and all(x % z for z in range(2, x)))", 516: "out == sorted(a)", 517: "max(a) > 0",
@@ -87,8 +89,9 @@ DECIDED = {
     805: "[sum(x) for x in a].count(sum(out)) == 1", 815: "{*a} <= {0, 1, 2}", 820: "0 < a < 13", 821: "all(a[x] == b[x] for x in a if x in b)", 824: "out == [x for x in a if x % 2]",
     829: "len({a.count(x) for x in a}) == len(set(a))", 836: "0 not in a", 839: "len({x[0] for x in a}) == len(a)", 840: "b or c < 0", 842: ONE_ODD, 846: "all(x < y for x, y in zip(a, b))", 852: "out == [x for x in a if x >= 0]",
     866: "a in MONTHS", 884: "b <= c", 890: "a == sorted(a) and b == sorted(set(b)) and set(b) < set(a) and c == len(b) == len(a) - 1", 891: "out == (len(str(a)) == len(str(b)))", 896: "len({x[-1] for x in a}) == len(a)",
-    897: "b.isalpha()", 908: "a == sorted(set(a)) and sum(x == y for x, y in enumerate(a)) < 2", 937: MOST_OFTEN, 939: "len({x['color'] for x in a}) == len(a)", 941: "any(isinstance(x, tuple) for x in a)",
-    974: "[len(x) for x in a] == [*range(1, len(a) + 1)]",
+    897: "b.isalpha()", 908: "a == sorted(set(a)) and sum(x == y for x, y in enumerate(a)) < 2",
+    917: "not (out[0] == 'N' and any(x.isupper() and y.islower() for x, y in zip(a, a[1:]))) and not any(x.isupper() and y.isupper() for x, y in zip(a, a[1:]))", 937: MOST_OFTEN, 939: "len({x['color'] for x in a}) == len(a)",
+    941: "any(isinstance(x, tuple) for x in a)", 974: "[len(x) for x in a] == [*range(1, len(a) + 1)]",
 }  # fmt: skip
 """What holds of the inputs `a`, `b`, ... of a problem, and of its output `out`, where the text or the reference is no answer for others: of equal counts no one is the most common, 0 is no positive number, and some references are wrong for inputs that no test has."""
 GIVEN = {
@@ -198,6 +201,9 @@ def _templates(gaps: int, arithmetic: bool = False) -> list[Template]:
     return [Template(text, gaps) for text in (ARITHMETIC if arithmetic else [OF_ONE, OF_TWO, OF_THREE][gaps - 1])]
 
 
+BOTH = [Template("{0} and {1}", 2), Template("{0} or {1}", 2)]
+
+
 @dataclass
 class Problem:
     """The tests of a problem, as inputs and outputs."""
@@ -215,14 +221,14 @@ class Problem:
     """Other inputs, and the outputs of the reference."""
 
     def call(self, arguments: tuple[Any, ...]) -> Any:
-        """What the reference returns, with a bound on the time."""
-        signal.signal(signal.SIGALRM, _stop)
-        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        """What the reference returns, with a bound on the processor time."""
+        signal.signal(signal.SIGVTALRM, _stop)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.3)
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 return self.seen(self.reference(*deepcopy(arguments)))
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
     def case(self, arguments: tuple[Any, ...], output: Any) -> str:
         called = self.shape.format(
@@ -262,30 +268,30 @@ def read_problem(row: Row, code: str) -> Problem | None:
     return Problem(name, tests, eval("lambda output: " + seen.format("output"), dict(known)), seen, known[name])
 
 
-def add_inputs(problem: Problem, count: int, number: int = 0, shown: Sequence[tuple[Any, ...]] = ()) -> None:
-    """Add inputs like those of the tests, without those shown. At most three in four have the same output."""
+def add_inputs(problem: Problem, count: int, number: int = 0, published: Sequence[tuple[tuple[Any, ...], Any]] = ()) -> None:
+    """Add inputs like those of the tests as published, which do not change with our cases. At most three in four have the same output."""
     found: dict[str, tuple[tuple[Any, ...], Any]] = {}
-    outputs: collections.Counter[str] = collections.Counter()
-    kinds = list(dict.fromkeys(type(output) for _, output in problem.tests))
-    most = 1000 + 50 * max(_size(output) for _, output in problem.tests)
-    nothing = {repr(each) for each in NOTHING} - {repr(output) for _, output in problem.tests}
-    given = [*(arguments for arguments, _ in problem.tests), *shown]
-    tested = set(map(repr, given))
+    counts: collections.Counter[str] = collections.Counter()
+    given, outputs = zip(*(published or problem.tests), strict=True)
+    kinds = list(dict.fromkeys(map(type, outputs)))
+    most = 1000 + 50 * max(map(_size, outputs))
+    nothing = {repr(each) for each in NOTHING} - set(map(repr, outputs))
+    tested = {repr(arguments) for arguments, _ in [*published, *problem.tests]}
     drawn = similar_inputs(given, seed=0, ordered=problem.ordered)
     for arguments in chain(eval(GIVEN.get(number, "()")), islice(drawn, 8 * count)):
         if len(found) >= count:
             break
-        if repr(arguments) in found or repr(arguments) in tested:
+        if repr(arguments) in found:
             continue
         with contextlib.suppress(*ERRORS):
             output = _as_one_of(kinds, problem.call(arguments))
-            if repr(output) in nothing or _size(output) > most or outputs[repr(output)] > 0.75 * count or len(repr(output)) > 300:
+            if repr(output) in nothing or _size(output) > most or counts[repr(output)] > 0.75 * count or len(repr(output)) > 300:
                 continue
             known = {**KNOWN, **dict(zip("abcdefgh", arguments, strict=False)), "out": output, "MONTHS": MONTHS}
             if eval(DECIDED.get(number, "True"), known):
-                outputs[repr(output)] += 1
+                counts[repr(output)] += 1
                 found[repr(arguments)] = (arguments, output)
-    problem.inputs = list(found.values())
+    problem.inputs = [each for text, each in found.items() if text not in tested]
 
 
 def _size(output: Any) -> float:
@@ -312,7 +318,8 @@ class Search:
         self.passing: list[str] = []
         self.tried = 0
         two = list({repr(output): output for output in self.wanted}.values())
-        branches = len(two) == 2 < len(self.wanted) and all(isinstance(each, str | bool | type(None)) for each in two)
+        plain = all(isinstance(each, str | bool | type(None)) for each in two)
+        branches = len(two) == 2 and plain and (len(self.wanted) > 2 or all(repr(each) in ANSWERS for each in two))
         self.pattern = [repr(output) == repr(two[0]) for output in self.wanted] if branches else None
         self.two = two
 
@@ -419,17 +426,17 @@ class Search:
         plain = self.all_of(one, product(given))
         pairs = self.all_of(two, permutations(given, 2))
         triples = self.all_of(three, permutations(given[:4], 3))
-        literals = [(a, b) for a in given for b in (numbers[:6] + texts if str in a.kind else numbers[:6])]
+        literals = [(a, b) for a in given for b in (numbers[:7] + texts if str in a.kind else numbers[:7])]
         with_literal = (
             self.all_of(two, literals)
-            + self.all_of(arithmetic, product(given, numbers[6:]))
+            + self.all_of(arithmetic, product(given, numbers[7:]))
             + self.all_of(arithmetic, product(numbers[1:5], given))
         )
         first = [*plain, *pairs, *triples, *with_literal]
         self._branches(first, given, plain)
         simple, most_simple = [*plain, *pairs], numbers[:4] + given
         second = [
-            *self.all_of(one, product(plain), most),
+            *(of_plain := self.all_of(one, product(plain))),
             *self.all_of(one, product([*pairs, *triples]), most),
             *self.all_of(one, product(with_literal), most),
             *self.all_of(two, [(a, b) for a in simple for b in most_simple] + [(a, b) for a in given for b in simple], most),
@@ -438,7 +445,16 @@ class Search:
             self.attempt(template, each)
         for template, a, b in product(arithmetic, [*given, *first][:70], [*given, *first][:70]):
             self.attempt(template, a, b)
-        for template, a, b in product(arithmetic, second, most_simple):
+        for a, b in product(filter(_is_number, plain), filter(_is_number, of_plain)):
+            for template in arithmetic[:8]:
+                self.attempt(template, a, b)
+                self.attempt(template, b, a)
+        for a, b in product([*of_plain[:most], *second[len(of_plain) :]], most_simple):
+            for template in arithmetic:
+                self.attempt(template, a, b)
+            self.attempt(arithmetic[1], b, a)
+        predicates = [each for each in [*pairs, *with_literal] if isinstance(each.values[0], bool)][:80]
+        for (a, b), template in product(combinations(predicates, 2) if self.pattern else (), BOTH):
             self.attempt(template, a, b)
 
     def all_of(
@@ -465,6 +481,10 @@ class Search:
             self.tried += 1
             if len(set(truths)) == 2 and all(x[at] if true else y[at] for at, true in enumerate(truths)):
                 self.passing.append(f"{results[x]} if {text} else {results[y]}")
+
+
+def _is_number(expression: Expression) -> bool:
+    return isinstance(expression.values[0], int | float)
 
 
 def _bounded(value: Any) -> bool:
@@ -518,10 +538,10 @@ def problem_of(record: Mapping[str, Any], inputs: int) -> Problem | None:
     """The problem of a record, with so many inputs; None if it is left out, or if its tests cannot be read."""
     code = record["code"].replace("\r\n", "\n")
     for row, published in zip(get_task("mbpp").rows([("", record)]), get_task("mbpp_published").rows([("", record)]), strict=False):
-        problem, shown = read_problem(row, code), read_problem(published, code)
-        if problem is not None and shown is not None:
+        problem, given = read_problem(row, code), read_problem(published, code)
+        if problem is not None and given is not None:
             problem.ordered = any(word in record["text"] for word in ORDERED)
-            add_inputs(problem, inputs, record["task_id"], [arguments for arguments, _ in shown.tests])
+            add_inputs(problem, inputs, record["task_id"], given.tests)
             return problem
     return None
 
