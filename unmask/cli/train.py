@@ -33,6 +33,7 @@ from unmask.config.run import (
     check_output_folder,
     import_modules,
     inputs_of,
+    refuse_inputs,
     resolve,
     resumes_in_place,
     split_resume,
@@ -137,6 +138,8 @@ TRAINING_EPILOG = (
 
 PROFILE = "unmask.profile"
 """The key under which `profile` passes the verb the steps to record, and the file to write."""
+TRACE = "trace.json"
+"""The file of a profile, unless another is named."""
 KEYS = "unmask.keys"
 """The key under which the parser passes the verb the dotted keys of settings, by the names that stand for them."""
 
@@ -224,7 +227,10 @@ def train(
         check_trackers(settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training.")
         if print_config:
             show_config(verb, settings)
-        elif profiling:
+            return
+        check_inputs(verb, settings)
+        if profiling:
+            refuse_inputs(profiling[1] or Path(settings.output_dir, TRACE), config or [])
             show_profile(verb, settings, *profiling)
         elif dry_run:
             show_dry_run(verb, settings)
@@ -235,7 +241,6 @@ def train(
 
 
 def run(verb: str, settings: RunConfig, resume: str | bool, config: Sequence[Path] = ()) -> None:
-    check_inputs(verb, settings)
     in_place = resumes_in_place(settings.output_dir, resume)
     if resume is True:
         refuse_nothing(Path(settings.output_dir))
@@ -270,7 +275,7 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
             load_module(f"{file}.py", target)  # says so
     task = None if settings.data.task is None else get_task(settings.data.task)
     for name, off in (("eval_strategy", "no"), ("eval_on_start", False)):
-        if settings.training.get(name, off) != off and task is None and settings.data.eval is None:
+        if (settings.training.get(name) or off) != off and task is None and settings.data.eval is None:
             raise ConfigError("there is nothing to evaluate on", where=f"training.{name}", remedy="Set data.eval, or leave it out")
     for source in (settings.data.train, settings.data.eval):
         for each in [DataSource(path=source)] if isinstance(source, str) else source or ():
@@ -322,7 +327,7 @@ def show_config(verb: str, settings: RunConfig) -> None:
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
     from unmask.commands.profile import profile_run
 
-    trace = trace or Path(settings.output_dir, "trace.json")
+    trace = trace or Path(settings.output_dir, TRACE)
     for title, lines in profile_run(verb, settings, trace, steps).items():
         show_table([line.values() for line in lines], f"{verb}: {title}", head=lines[0])
     typer.echo(f"{shown(str(trace))}: open it in https://ui.perfetto.dev")

@@ -209,6 +209,7 @@ class ConvertTrainer:
         **rest: Any,
     ):
         refuse_unknown_arguments(args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys())
+        args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")

@@ -423,10 +423,8 @@ def _require_differ(name: str, with_it: Callable[[], str], without: Callable[[],
     except DataError:
         return
     if same:
-        what, remedy = (
-            f"the chat template does not write {name}",
-            "Use a model whose template has them, remove the row, or write them as text.",
-        )
+        what = f"the chat template does not write {name}"
+        remedy = "Use a model whose template writes them, remove the row, or write them as text."
         raise DataError(what, where=name, remedy=remedy, reason="not written by the chat template")
 
 

@@ -42,6 +42,7 @@ def setting(
 
 
 NUMBERS = (int, float, int | None, float | None)
+"""The types of settings that are numbers, those of transformers included."""
 
 
 def check_types(args: Any) -> None:

@@ -100,9 +100,7 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
 
 
 def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:
-    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the setting that is meant; and for
-    settings that were assigned what no config accepts."""
-    args.check_assigned()
+    """Raise ConfigError for an argument of a trainer that neither it nor transformers.Trainer has, with the setting that is meant."""
     known = inspect.signature(transformers.Trainer.__init__).parameters
     settings = {each.name for each in dataclasses.fields(args)}
     for name in given:

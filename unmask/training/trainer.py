@@ -88,6 +88,7 @@ class DiffusionTrainer(Trainer):
         **trainer_arguments: Any,
     ):
         refuse_unknown_arguments(args, trainer_arguments)
+        args.check_assigned()
         lm = as_diffusion_lm(model, processing_class)
         args.choose_precision(in_float32=lm.weight_dtype == torch.float32)
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
