@@ -184,6 +184,15 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
     def skewed(rng):
         return paired_difference(np.zeros(count), rng.exponential(2, count), range(count))
 
+    def attempts(rng):
+        groups = np.repeat(np.arange(count), rng.integers(1, 20, count))
+        solved = rng.random((2, len(groups))) < rng.beta(2, 2, count)[groups] * np.array([[0.5], [0.6]])
+        return paired_difference(*solved.astype(float), groups)
+
+    def fractions(rng):
+        skill = rng.beta(0.5, 2, count)
+        return paired_difference(skill, (skill + rng.beta(0.5, 2, count)) / 2, range(count))
+
     def graded(rng):
         scores = rng.choice([0.0, 0.1, 1.0], p=[0.1, 0.85, 0.05], size=(2, count))
         return paired_difference(*scores, range(count))
@@ -192,6 +201,8 @@ def test_the_interval_of_a_difference_holds_it_as_often_as_it_says(count):
     assert COVERAGE[0] <= coverage(rewards, 0.3) <= COVERAGE[1]
     assert COVERAGE[0] <= coverage(in_groups, 0.3) <= COVERAGE[1]
     assert COVERAGE[0] <= coverage(skewed, 2.0) <= COVERAGE[1]
+    assert COVERAGE[0] <= coverage(attempts, 0.05) <= COVERAGE[1]
+    assert COVERAGE[0] <= coverage(fractions, 0.0) <= COVERAGE[1] + 0.01 * (count == 5)
     assert coverage(graded, 0.0, trials=600) >= 0.95
 
 

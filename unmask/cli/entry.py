@@ -40,7 +40,7 @@ from unmask.cli.new import new
 from unmask.cli.quiet import debugging, silence_libraries
 from unmask.cli.serve import serve
 from unmask.cli.settings import config
-from unmask.cli.threads import use_one_thread
+from unmask.cli.threads import use_two_threads
 from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, train
 
 PANELS = TRAIN, USE, LOOK, BEGIN, MORE = "The pipeline", "Use a model", "Measure and look", "Begin", "Everything else"
@@ -384,7 +384,7 @@ def demo(
 ) -> None:
     """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
     get_task(task)
-    use_one_thread()
+    use_two_threads()
     from unmask.demo import QUICK, run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite, settings=QUICK if quick else None)

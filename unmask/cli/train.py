@@ -222,6 +222,8 @@ def train(
     profiling = ctx.meta.get(PROFILE)
     if profiling and (resume_from or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
+    if measure_variance and verb != "dpo":
+        raise ConfigError(f"{verb} has no preference margin", where="--measure-variance", remedy="Use it with unmask dpo")
     with layers.naming_sources():
         check_training(verb, settings.training, own_methods=bool(settings.imports))
         check_trackers(settings.training.get("report_to", "none"), settings.training.get("logging_dir"), "training.")
@@ -235,7 +237,7 @@ def train(
         elif dry_run:
             show_dry_run(verb, settings)
         elif measure_variance:
-            show_variance(verb, settings)
+            show_variance(settings)
         else:
             run(verb, settings, resume_from, config or [])
 
@@ -342,10 +344,10 @@ def show_dry_run(verb: str, settings: RunConfig) -> None:
     show_table(by_stage, f"{verb}: {made}", head=["", *map(str, range(1, len(lines) + 1))])
 
 
-def show_variance(verb: str, settings: RunConfig) -> None:
+def show_variance(settings: RunConfig) -> None:
     from unmask.commands.margin_variance import as_table, measure_run
 
-    measured = measure_run(verb, settings)
+    measured = measure_run(settings)
     head, rows = as_table(measured)
     show_table(rows, f"variance of the margin in nats squared, {measured['pairs']} pairs", head)
     typer.echo(json.dumps(measured))

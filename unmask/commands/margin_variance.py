@@ -101,7 +101,7 @@ def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> t
     return found, margin_RP.mean().item()
 
 
-def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
+def measure_run(config: RunConfig) -> dict[str, Any]:
     """The variances on the first pairs of a run's data, with its model as the policy and `training.reference_model` as the reference.
 
     Returns:
@@ -109,11 +109,9 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
         likelihoods is 0, with the number of passes that they need.
 
     Raises:
-        ConfigError: the verb, the loss or the reference leaves no margin to measure.
+        ConfigError: the loss or the reference leaves no margin to measure.
     """
-    args = training_arguments(verb, config)
-    if verb != "dpo":
-        raise ConfigError(f"{verb} has no preference margin", where="--measure-variance", remedy="Use it with unmask dpo")
+    args = training_arguments("dpo", config)
     if args.loss_type not in LOSSES:
         what = f"{args.loss_type} has no pairs that are compared with a reference"
         raise ConfigError(what, where="training.loss_type", remedy=f"Measure with {', '.join(LOSSES)}")
@@ -123,7 +121,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
     training = {name: value for name, value in config.training.items() if name != "stale_reference"} | {"reference": "frozen"}
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
-    with short_trainer(verb, measured, args, 1, first_rows=None) as trainer:
+    with short_trainer("dpo", measured, args, 1, first_rows=None) as trainer:
         lm = trainer.lm
         found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=TABLE_REDRAWS)
         if (width := exact_block_size(lm)) <= MAX_EXACT_BLOCK:

@@ -196,8 +196,8 @@ def _without_skewness(deviation: float, skewness: float, number: int) -> float:
 def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
 
-    For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, for other values from 0 to 1 that of
-    `_interval_of_scores`, otherwise that of `group_interval`.
+    For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, otherwise that of `group_interval`; for values from 0 to
+    1 of which this gives none, that of `_interval_of_scores`.
 
     Source: A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
@@ -212,10 +212,13 @@ def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int]
     mean, change_N2 = mean_interval(change, groups).mean, np.stack([change, np.ones_like(change)], axis=1)
     sums_G2, values = _group_sums(change_N2, groups), {*row_before.tolist(), *row_after.tolist()}
     number = len(sums_G2)
-    if not 0 <= min(values) <= max(values) <= 1:
-        return group_interval(change_N2, ratio, groups)
     if not values <= {0.0, 1.0} or number < len(change) or number == 1:
-        return _interval_of_scores(sums_G2, -1.0, 1.0)
+        interval = group_interval(change_N2, ratio, groups)
+        if not 0 <= min(values) <= max(values) <= 1:
+            return interval
+        if interval.low == -math.inf:
+            return _interval_of_scores(sums_G2, -1.0, 1.0)
+        return Interval(mean, max(interval.low, -1.0), min(interval.high, 1.0))
     gained, lost = (float((sign * change > 0).sum() + 0.5) / (number + 2) for sign in (1, -1))
     half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * math.sqrt((gained + lost - (gained - lost) ** 2) / (number + 2))
     return Interval(mean, max(min(gained - lost - half, mean), -1.0), min(max(gained - lost + half, mean), 1.0))
