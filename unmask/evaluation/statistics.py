@@ -196,8 +196,8 @@ def _without_skewness(deviation: float, skewness: float, number: int) -> float:
 def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
 
-    For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, otherwise that of `group_interval`; for values from 0 to
-    1 of which this gives none, that of `_interval_of_scores`.
+    For verdicts of 0 and 1 with a group for each row it is that of Agresti and Min, otherwise that of `group_interval`. Where this gives
+    none for values from 0 to 1, it is that of `_interval_of_scores`.
 
     Source: A. Agresti, Y. Min, "Simple improved confidence intervals for comparing matched proportions" (2005).
 
