@@ -68,34 +68,36 @@ MOST_OFTEN = "[a.count(x) for x in set(a)].count(max(map(a.count, a))) == 1"
 ODD_AND_EVEN = "len({x % 2 for x in a}) == 2 and out == int(out)"
 ONE_ODD = "sum(a.count(x) % 2 for x in set(a)) == 1"
 DECIDED = {
-    2: "sorted(out) == list(out)", 3: "a > 1", 12: "len(set(map(sum, a))) == len(a)", 25: "all(x == 1 or a.count(x) == 1 for x in a)", 29: ONE_ODD, 38: ODD_AND_EVEN, 39: "a == a[::-1]", 57: "max(a) < 10", 58: "a * b",
-    64: "len({x[1] for x in a}) == len(a)", 66: "0 not in a", 76: "out == sum((a - x) * (b - x) for x in range(min(a, b)))", 92: "len(a) > 2", 103: "b < a", 113: "out == a.removeprefix('-').isdigit()",
-    118: "a == ' '.join(a.split())", 119: "sorted(collections.Counter(a).values()) == [1] + [2] * (len(a) // 2)", 121: "d == 0 and len(a) > 2", 125: "'0' in a", 129: "all(len(x) == len(a) for x in a)",
-    143: "isinstance(a, tuple) and all(isinstance(x, list) for x in a)", 164: "min(a, b) > 1 and math.isqrt(a) ** 2 != a and math.isqrt(b) ** 2 != b", 183: "len(set(a)) == len(a)", 184: "b not in a", 190: "c - a == d - b > 0",
-    191: "a in MONTHS", 193: "sorted(out) == list(out)", 204: "len(b) == 1", 208: "len(a.partition('.')[2]) > 1", 216: "all(isinstance(x, list) for x in b)", 219: "2 * b <= len(a)",
+    2: "sorted(out) == list(out)", 3: "a > 1", 12: "len(set(map(sum, a))) == len(a)", 25: "all(x == 1 or a.count(x) == 1 for x in a)", 29: ONE_ODD, 34: "a == [x for x in range(1, len(a) + 2) if x != out] and len(a) == b",
+    38: ODD_AND_EVEN, 39: "a == a[::-1]", 57: "max(a) < 10", 58: "a * b", 64: "len({x[1] for x in a}) == len(a)", 66: "0 not in a", 76: "out == sum((a - x) * (b - x) for x in range(min(a, b)))", 81: "len(a) >= len(b)",
+    92: "len(a) > 2", 94: "[x[1] for x in a].count(min(x[1] for x in a)) == 1", 102: "all(a.split('_'))", 103: "b < a", 113: "out == a.removeprefix('-').isdigit()", 118: "a == ' '.join(a.split())",
+    119: "sorted(collections.Counter(a).values()) == [1] + [2] * (len(a) // 2)", 121: "d == 0 and len(a) > 2", 125: "'0' in a", 126: "out == sum(x for x in range(1, min(a, b) + 1) if a % x == b % x == 0)",
+    129: "all(len(x) == len(a) for x in a)", 143: "isinstance(a, tuple) and all(isinstance(x, list) for x in a)", 164: "min(a, b) > 1 and math.isqrt(a) ** 2 != a and math.isqrt(b) ** 2 != b", 183: "len(set(a)) == len(a)",
+    184: "b not in a", 190: "c - a == d - b > 0", 191: "a in MONTHS", 193: "sorted(out) == list(out)", 204: "len(b) == 1", 208: "len(a.partition('.')[2]) > 1", 216: "all(isinstance(x, list) for x in b)", 219: "2 * b <= len(a)",
     225: ROTATED + " and b == 0 and c == len(a) - 1", 229: "sum(x > 0 for x in a) == sum(x < 0 for x in a) == 1", 230: "len(b) == 1", 231: "[len(x) for x in a] == [*range(1, b + 1)]", 236: "a - 2 * b >= -2",
     249: "a == sorted(set(a)) and b == sorted(set(b))", 262: "0 < b < len(a)", 263: "all(a[x] == b[x] for x in a if x in b)", 278: "any(isinstance(x, tuple) for x in a)", 288: "all(c % x for x in range(2, c))",
-    303: "sorted(a) == [*range(b)]", 304: "0 < c <= len(b) and 0 <= d < len(a) and all(x <= y < len(a) for x, y in b)", 313: "0 not in a",
+    303: "sorted(a) == [*range(b)]", 304: "0 < c <= len(b) and 0 <= d < len(a) and all(x <= y < len(a) for x, y in b)", 316: "a == sorted(a)",
     326: "list((words := collections.Counter(' '.join(a).split())).values()).count(max(words.values())) == 1", 327: "len({a, b, c}) > 1", 329: "0 not in a", 333: "len({x[1] for x in a}) == len(a)", 336: "a in MONTHS",
-    347: "out == sum((a - x) * (b - x) for x in range(min(a, b)))", 348: "a % 2 == 0", 362: MOST_OFTEN, 371: "b == 0 and c == len(a) - 1", 377: "len(b) == 1",
-    382: "len(set(a)) == len(a) and any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))", 403: "a.startswith('https://')", 412: "out == [x for x in a if x % 2 == 0]", 455: "0 < a < 13", 472: "a == sorted(a)", 480: MOST_OFTEN,
-    487: "len({x[-1] for x in a}) == len(a)", 509: "a % 2", 511: "out == sum(x for x in range(2, a + 1) for y in range(1, 9) if a % x ** y == 0 and all(x % z for z in range(2, x)))", 516: "out == sorted(a)", 517: "max(a) > 0",
-    518: "math.isqrt(a) ** 2 == a", 525: "len(a) == len(b) == 3 and all(a + b)", 528: "[len(x) for x in a].count(out[0]) == 1", 532: "out == (sorted(a) == sorted(b))", 540: "out == max(map(a.count, a)) - min(map(a.count, a))",
+    340: "len({x for x in a if x > 0}) > 2", 347: "out == sum((a - x) * (b - x) for x in range(min(a, b)))", 348: "a % 2 == 0", 362: MOST_OFTEN, 371: "b == 0 and c == len(a) - 1", 377: "len(b) == 1",
+    382: "len(set(a)) == len(a) and any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))", 403: "a.startswith('https://')", 411: "all(a.split('_'))", 412: "out == [x for x in a if x % 2 == 0]",
+    454: "('z' in a) == (out[0] == 'F')", 455: "0 < a < 13", 472: "a == sorted(a)", 480: MOST_OFTEN, 487: "len({x[-1] for x in a}) == len(a)", 509: "a % 2",
+    511: "out == sum(x for x in range(2, a + 1) for y in range(1, 9) if a % x ** y == 0 and all(x % z for z in range(2, x)))", 516: "out == sorted(a)", 517: "max(a) > 0", 518: "math.isqrt(a) ** 2 == a",
+    525: "len(a) == len(b) == 3 and all(a + b)", 528: "[len(x) for x in a].count(out[0]) == 1", 532: "out == (sorted(a) == sorted(b))", 540: "out == max(map(a.count, a)) - min(map(a.count, a))",
     550: ROTATED + " and b == 0 and c == len(a) - 1", 551: "len(set(map(len, a))) == 1", 558: "len(str(a)) == len(str(b)) and out == sum(abs(int(x) - int(y)) for x, y in zip(str(a), str(b)))", 560: "sorted(out) == list(out)",
-    594: ODD_AND_EVEN, 609: "c >= b - 1", 612: "len(a[0]) > 1", 627: "b == 0 and c == len(a) - 1", 640: "a[0].count('(') == 1", 650: "out == (sorted(a) == sorted(b)) and c == len(a) and d == len(b)", 658: MOST_OFTEN,
-    660: "a != c and b != d", 664: "a % 2 == 0", 666: "len(b) == 1", 668: "len(b) == 1", 671: "a & (a + 1)", 675: "a + b != d", 680: "len(set(a)) == len(a)", 700: "b <= c",
-    702: "out == len(a) - max(sum(x <= y <= x + c for y in a) for x in a)", 708: "a == ' '.join(a.split())", 751: "b == 0", 757: "len(set(a)) == len(a) and all(x != x[::-1] for x in a)", 759: "len(a.partition('.')[2]) > 1",
-    762: "0 < a < 13", 769: "out == [x for x in a if x not in b] + [x for x in b if x not in a]", 784: ODD_AND_EVEN, 802: "len(set(a)) == len(a) and any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))",
-    805: "[sum(x) for x in a].count(sum(out)) == 1", 815: "{*a} <= {0, 1, 2}", 820: "0 < a < 13", 821: "all(a[x] == b[x] for x in a if x in b)", 824: "out == [x for x in a if x % 2]",
-    829: "len({a.count(x) for x in a}) == len(set(a))", 836: "0 not in a", 839: "len({x[0] for x in a}) == len(a)", 840: "b or c < 0", 842: ONE_ODD, 846: "all(x < y for x, y in zip(a, b))", 852: "out == [x for x in a if x >= 0]",
-    866: "a in MONTHS", 884: "b <= c", 890: "a == sorted(a) and b == sorted(set(b)) and set(b) < set(a) and c == len(b) == len(a) - 1", 891: "out == (len(str(a)) == len(str(b)))", 896: "len({x[-1] for x in a}) == len(a)",
-    897: "b.isalpha()", 908: "a == sorted(set(a)) and sum(x == y for x, y in enumerate(a)) < 2",
+    575: "out < d", 594: ODD_AND_EVEN, 609: "c >= b - 1", 612: "len(a[0]) > 1", 627: "b == 0 and c == len(a) - 1", 640: "a[0].count('(') == 1", 642: "all(len(set(x)) == len(x) for x in a)",
+    650: "out == (sorted(a) == sorted(b)) and c == len(a) and d == len(b)", 658: MOST_OFTEN, 660: "a != c and b != d", 664: "a % 2 == 0", 666: "len(b) == 1", 668: "len(b) == 1", 671: "a & (a + 1)", 675: "a + b != d",
+    680: "len(set(a)) == len(a)", 700: "b <= c", 702: "out == len(a) - max(sum(x <= y <= x + c for y in a) for x in a)", 708: "a == ' '.join(a.split())", 751: "b == 0",
+    757: "len(set(a)) == len(a) and all(x != x[::-1] for x in a)", 759: "len(a.partition('.')[2]) > 1", 762: "0 < a < 13", 769: "out == [x for x in a if x not in b] + [x for x in b if x not in a]", 784: ODD_AND_EVEN,
+    802: "len(set(a)) == len(a) and any(a[x:] + a[:x] == sorted(a) for x in range(len(a)))", 805: "[sum(x) for x in a].count(sum(out)) == 1", 815: "{*a} <= {0, 1, 2}", 820: "0 < a < 13",
+    821: "all(a[x] == b[x] for x in a if x in b)", 824: "out == [x for x in a if x % 2]", 829: "len({a.count(x) for x in a}) == len(set(a))", 836: "0 not in a", 839: "len({x[0] for x in a}) == len(a)", 840: "b or c < 0",
+    842: ONE_ODD, 846: "all(x < y for x, y in zip(a, b))", 852: "out == [x for x in a if x >= 0]", 866: "a in MONTHS", 884: "b <= c", 890: "a == sorted(a) and b == sorted(set(b)) and set(b) < set(a) and c == len(b) == len(a) - 1",
+    891: "out == (len(str(a)) == len(str(b)))", 896: "len({x[-1] for x in a}) == len(a)", 897: "b.isalpha()", 908: "a == sorted(set(a)) and sum(x == y for x, y in enumerate(a)) < 2",
     917: "not (out[0] == 'N' and any(x.isupper() and y.islower() for x, y in zip(a, a[1:]))) and not any(x.isupper() and y.isupper() for x, y in zip(a, a[1:]))", 937: MOST_OFTEN, 939: "len({x['color'] for x in a}) == len(a)",
-    941: "any(isinstance(x, tuple) for x in a)", 974: "[len(x) for x in a] == [*range(1, len(a) + 1)]",
+    941: "any(isinstance(x, tuple) for x in a)", 953: "out == max(map(a.count, a))", 974: "[len(x) for x in a] == [*range(1, len(a) + 1)]",
 }  # fmt: skip
 """What holds of the inputs `a`, `b`, ... of a problem, and of its output `out`, where the text or the reference is no answer for others: of equal counts no one is the most common, 0 is no positive number, and some references are wrong for inputs that no test has."""
 GIVEN = {
-    44: "[('Python',), ('Data set',)]", 56: "[(1,), (793,), (7993,), (794,)]", 188: "[(100,), (144,), (225,), (64,), (48,), (50,)]", 192: "[('ABC123',), ('A1',), ('ABC',)]", 252: "[(-x,) for x in range(1, 9)]",
+    44: "[('Python',), ('Data set',)]", 229: "[(each, 2) for x in range(1, 6) for each in ([x, -2 * x], [-x, x + 3])]", 56: "[(1,), (793,), (7993,), (794,)]", 188: "[(100,), (144,), (225,), (64,), (48,), (50,)]", 192: "[('ABC123',), ('A1',), ('ABC',)]", 252: "[(-x,) for x in range(1, 9)]",
     256: "[(x,) for x in range(2, 60)]", 269: "[(chr(x),) for x in range(65, 91)]", 518: "[(x * x,) for x in range(1, 26)]", 948: "[(tuple('python'), x) for x in range(-6, 6)]",
     533: "[((1, 'a', 2.5, 'b'), str), ((3, 1.5, 'x'), float), (('y', 2, 7, 'z'), int), ((4, 5, 'q', 0.5), int), (('w', 1.25, 8), str), ((0.25, 6, 'v', 9), float), (('u', 't'), int)]",
     **dict.fromkeys([191, 336, 866], "[(x,) for x in MONTHS]"), **dict.fromkeys([455, 762, 820], "[(x,) for x in range(1, 13)]"),
@@ -106,7 +108,7 @@ ORDERED = ["sorted", "rotat", "heap", "search", "consecutive", "order", "missing
 """Words of texts that speak of sorted inputs, or may mean them."""
 NOTHING = [-1, None, "", [], (), {}, set()]
 """What a reference returns for inputs that its problem does not speak of, if no test has it."""
-MOST, MOST_LONG = 10**15, 3000
+MOST, MOST_LONG, MOST_TOO_LONG = 10**15, 3000, 40
 RIGHT_ON = 8
 """Inputs, with those of the tests, on which an expression must agree with the reference to be right."""
 
@@ -219,6 +221,8 @@ class Problem:
     """Whether the text speaks of sorted inputs, or may mean them."""
     inputs: list[tuple[tuple[Any, ...], Any]] = field(repr=False, default_factory=list)
     """Other inputs, and the outputs of the reference."""
+    too_long: int = 0
+    """Calls of the reference that were stopped."""
 
     def call(self, arguments: tuple[Any, ...]) -> Any:
         """What the reference returns, with a bound on the processor time."""
@@ -227,6 +231,9 @@ class Problem:
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 return self.seen(self.reference(*deepcopy(arguments)))
+        except TimeoutError:
+            self.too_long += 1
+            raise
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
@@ -279,7 +286,7 @@ def add_inputs(problem: Problem, count: int, number: int = 0, published: Sequenc
     tested = {repr(arguments) for arguments, _ in [*published, *problem.tests]}
     drawn = similar_inputs(given, seed=0, ordered=problem.ordered)
     for arguments in chain(eval(GIVEN.get(number, "()")), islice(drawn, 8 * count)):
-        if len(found) >= count:
+        if len(found) >= count or problem.too_long >= MOST_TOO_LONG:
             break
         if repr(arguments) in found:
             continue
@@ -490,6 +497,8 @@ def _is_number(expression: Expression) -> bool:
 def _bounded(value: Any) -> bool:
     if isinstance(value, int):
         return -MOST < value < MOST
+    if isinstance(value, str) and " object at 0x" in value:
+        return False
     return not isinstance(value, str | list | tuple | set | dict) or len(value) < MOST_LONG
 
 

@@ -28,7 +28,7 @@ def asserted(row):
 def test_neither_a_constant_nor_an_argument_passes_mbpp():
     rows = read("mbpp", "mbpp", "mbpp.jsonl")
     hidden = [asserted(row) for row in rows]
-    assert len(rows) == 964 and not any(map(_passes_blindly, hidden))
+    assert len(rows) == 962 and not any(map(_passes_blindly, hidden))
     published = read("mbpp_published", "mbpp", "mbpp.jsonl")
     assert sum(_passes_blindly(asserted(row)) for row in published) == 11
 
@@ -72,13 +72,12 @@ def test_the_search_finds_what_passes_and_cases_that_tell():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="18 of every 24th problem still pay an expression: they lack cases")
 @pytest.mark.parametrize("step", [24, pytest.param(1, marks=pytest.mark.nightly)])
 def test_what_passes_mbpp_without_reading_it_is_right(step):
     command = [sys.executable, "-m", "tests.tasks.blind", str(shared_path("data", "mbpp", "mbpp.jsonl")), str(step)]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONHASHSEED": "0"})
     found = list(map(json.loads, ran.stdout.splitlines()))
-    assert len(found) > 950 // step and sum(each["tried"] for each in found) > 200_000 * len(found)
+    assert len(found) > 930 // step and sum(each["tried"] for each in found) > 200_000 * len(found)
     assert [(each["task_id"], each["paid"]) for each in found if each["paid"]] == []
     assert sum(each["num_right"] > 0 for each in found) > 200 // step
 

@@ -118,7 +118,7 @@ class MBPP(Code):
     """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and `test_setup_code`.
 
     The prompt shows one test, and the others decide (`split`), with cases of our own for problems whose tests a program passes that does
-    not read the problem (`mbpp_cases.json`). Problems that such a program solves are left out, as are seven that contradict themselves.
+    not read the problem (`mbpp_cases.json`). Problems that such a program solves are left out, as are nine that contradict themselves.
     """
 
     name = "mbpp"
@@ -127,11 +127,11 @@ class MBPP(Code):
     cases: ClassVar[Mapping[str, list[str]]] = json.loads(Path(__file__).with_name("mbpp_cases.json").read_text())
     """Comparisons that decide beside the tests of a problem, by its `task_id` and the name of its function."""
     left_out: ClassVar[Mapping[str, str]] = MappingProxyType(
-        {"146": "ascii_value_string", "418": "Find_Max", "443": "largest_neg", "457": "Find_Min", "461": "upper_ctr"}
-        | {"605": "prime_num", "670": "decreasing_trend"}
+        {"146": "ascii_value_string", "313": "pos_nos", "418": "Find_Max", "436": "neg_nos", "443": "largest_neg", "457": "Find_Min"}
+        | {"461": "upper_ctr", "605": "prime_num", "670": "decreasing_trend"}
         | {"816": "clear_tuple", "847": "lcopy", "899": "check"}
     )
-    """Problems that a constant or an argument answers, by their `task_id`; in the first seven, tests or reference contradict the text."""
+    """Problems that a constant or an argument answers, by their `task_id`; in the first nine, tests or reference contradict the text."""
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
         return super().rows((where, record) for where, record in records if not self._is_left_out(record))
