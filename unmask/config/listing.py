@@ -6,7 +6,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
@@ -32,6 +32,8 @@ class Setting:
     help: str
     stock: bool = False
     """Whether it is a field of `transformers.TrainingArguments` that Unmask leaves as it is."""
+    limits: Mapping[str, Any] | None = None
+    """Its least and highest value (`low`, `high`), and the settings that it needs (`needs`), of those that have such."""
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -22,7 +23,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_settings, check_types, setting, unmet
+from unmask.training.config_fields import check_settings, check_types, limits_of, setting, unmet
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
@@ -52,12 +53,6 @@ UNRECORDED = {"output_dir", "resume_from_checkpoint", "local_rank", "hub_token",
 """Settings of a launch, and secrets."""
 CHECKED_LATER = {"bf16", "fp16", "deepspeed", "resume_from_checkpoint"}
 """Settings that the trainer or the launch checks."""
-RANGES = {
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), (1, math.inf)),
-    **dict.fromkeys(("learning_rate", "weight_decay", "dataloader_num_workers"), (0, math.inf)),
-    "seed": (0, 2**32),
-}
-"""The least value of settings, and what is above all values."""
 SCHEDULE_NEEDS = {
     **dict.fromkeys(("cosine_with_min_lr", "cosine_warmup_with_min_lr"), '{"min_lr_rate": 0.1}'),
     "warmup_stable_decay": '{"num_decay_steps": 100}',
@@ -165,19 +160,8 @@ class TrainingConfig(TrainingArguments):
             args.deepspeed = deepspeed_config(args.deepspeed)
         alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
-        check_settings(self, lambda each: each.name in self.given)
-        for name, (least, limit) in RANGES.items():
-            if not least <= (value := getattr(args, name)) < limit:  # nor NaN
-                below = "" if limit == math.inf else f", below {limit:,}"
-                raise ConfigError(f"{value} is not valid", where=name, remedy=f"Use {least} or more{below}")
-        if args.max_steps == 0 or args.max_steps < -1:
-            raise ConfigError(f"{args.max_steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
-        if args.eval_steps is not None and args.eval_strategy != "steps":
-            remedy = "Set eval_strategy to steps, or leave it out"
-            raise ConfigError(f"has no effect with eval_strategy {args.eval_strategy}", where="eval_steps", remedy=remedy)
-        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
-            if getattr(args, name):
-                raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
+        limited = {each.name: limits for each in fields(self) if (limits := limits_of(each)) is not None}
+        check_settings(limited, self.given, partial(getattr, self))
         super().__post_init__()
         check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
@@ -191,7 +175,7 @@ class TrainingConfig(TrainingArguments):
 
     def unread(self) -> set[str]:
         """The settings that have no effect beside the others. Giving one is an error, so that the record of a run leaves them out."""
-        return {each.name for each in fields(self) if unmet(self, each)}
+        return {each.name for each in fields(self) if unmet(limits_of(each) or {}, partial(getattr, self))}
 
     def to_dict(self) -> dict[str, Any]:
         """The settings without secrets, for trackers and the model card."""

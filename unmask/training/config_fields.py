@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
 from functools import cache
@@ -41,6 +41,12 @@ def setting(
     return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
 
 
+RANGES: dict[str, dict[str, Any]] = {
+    **{key: {"low": 1} for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")},
+    **{key: {"low": 0} for key in ("learning_rate", "weight_decay", "warmup_steps", "dataloader_num_workers")},
+    "seed": {"low": 0, "high": 2**32 - 1},
+}
+"""The bounds of settings of transformers."""
 NUMBERS = (int, float, int | None, float | None)
 """The types of settings that are numbers, those of transformers included."""
 
@@ -60,33 +66,49 @@ def _declared_types(cls: type[Any]) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
-def check_settings(args: Any, is_set: Callable[[Field[Any]], bool]) -> None:
-    """Raise ConfigError for a field declared by `setting` that is out of its range, an unknown word, or without effect.
+def limits_of(field: Field[Any]) -> dict[str, Any] | None:
+    """Those arguments of `setting` that limit the values of a field, without those that do not; None: it may have any value."""
+    if "needs" not in field.metadata:
+        return RANGES.get(field.name)
+    unlimited = {"low": -math.inf, "high": math.inf, "choices": (), "needs": ()}
+    own = {name: field.metadata[name] for name, none in unlimited.items() if field.metadata[name] != none}
+    return RANGES.get(field.name, {}) | own
+
+
+def check_settings(settings: Mapping[str, Mapping[str, Any]], given: Collection[str], value_of: Callable[[str], Any]) -> None:
+    """Raise ConfigError for a setting that is out of its range, an unknown word, or without effect beside the others.
 
     Args:
-        is_set: whether a setting was set.
+        settings: the limits of those that have some (`limits_of`), by name.
+        given: the names of those that must have an effect.
+        value_of: the value of each setting, limited or not.
     """
-    for each in fields(args):
-        if "needs" not in each.metadata:
-            continue
-        name, value, known = each.name, getattr(args, each.name), each.metadata["choices"]
-        low, high = each.metadata["low"], each.metadata["high"]
+    for name, limits in settings.items():
+        value, known, low, high = value_of(name), limits.get("choices"), limits.get("low", -math.inf), limits.get("high", math.inf)
         if known and value is not None and value not in known:
             raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
-                bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
+                bounds = [f"at {end} {bound:,}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
                 raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
-        for needed in unmet(args, each) if is_set(each) else ():
+        for needed in unmet(limits, value_of) if name in given else ():
             raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
+    if (steps := value_of("max_steps")) == 0 or steps < -1:
+        raise ConfigError(f"{steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
+    if value_of("eval_steps") is not None and (strategy := value_of("eval_strategy") or "no") != "steps":
+        remedy = "Set eval_strategy to steps, or leave it out"
+        raise ConfigError(f"has no effect with eval_strategy {strategy}", where="eval_steps", remedy=remedy)
+    for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+        if value_of(name):
+            raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
 
 
-def unmet(args: Any, field: Field[Any]) -> list[str]:
-    """The settings that a field needs and that are not set."""
+def unmet(limits: Mapping[str, Any], value_of: Callable[[str], Any]) -> list[str]:
+    """The settings that one needs and that are not set."""
     lacking = []
-    for needed in field.metadata.get("needs", ()):
+    for needed in limits.get("needs", ()):
         other, _, wanted = needed.partition("=")
-        there = getattr(args, other)
+        there = value_of(other)
         if there not in wanted.split("|") if wanted else not there:
             lacking.append(needed)
     return lacking

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from unmask.diffusion.schedules import Noise, Weighting, get_schedule
+from unmask.diffusion.schedules import SCHEDULES, Noise, Weighting, get_schedule
 from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair, exact_count_pair, exact_count_views, random_views
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, segments
@@ -22,7 +22,7 @@ OF_TIMES = ("schedule", "weighting", "min_time", "max_time", "num_timesteps")
 class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
-    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine, geometric or mdlm-cosine."})
+    schedule: str = setting("linear", "The noise schedule: linear, cosine, geometric or mdlm-cosine", choices=(*SCHEDULES,))
     weighting: Weighting = field(
         default="elbo",
         metadata={"help": "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},

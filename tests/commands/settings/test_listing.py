@@ -24,7 +24,7 @@ from unmask.commands.settings.listing import (
     settings_of_verb,
 )
 from unmask.commands.verbs import VERBS
-from unmask.config.run import checked_fields
+from unmask.config.run import build_training_args, checked_fields
 from unmask.errors import ConfigError
 
 
@@ -63,13 +63,24 @@ def test_another_version_of_transformers_may_have_other_fields(monkeypatch: pyte
         ("grpo", {"num_generations": True}),
         ("dpo", {"max_steps": 1.5}),
         ("convert", {"max_length": None}),
+        ("sft", {"max_length": 1}),
+        ("convert", {"learning_rate": "-1e-4"}),
+        ("pretrain", {"seed": 2**32}),
+        ("dpo", {"label_smoothing": float("nan")}),
+        ("sft", {"schedule": "linaer"}),
+        ("sft", {"max_steps": 0}),
+        ("sft", {"eval_steps": 3}),
+        ("pretrain", {"neftune_noise_alpha": 5}),
+        ("sft", {"cart_p": 0.2}),
+        ("dpo", {"label_smoothing": 0.1, "loss_type": "ipo"}),
+        ("grpo", {"kl": "k3", "beta": 0}),
     ],
 )
-def test_a_wrong_key_or_type_gets_the_error_of_the_config_itself(verb: str, training: dict[str, object]) -> None:
+def test_a_wrong_key_type_or_value_gets_the_error_of_the_config_itself(verb: str, training: dict[str, object]) -> None:
     with pytest.raises(ConfigError) as early:
         check_training(verb, training)
     with pytest.raises(ConfigError) as late:
-        checked_fields(VERBS[verb].config_class, training, "training", {"output_dir": "r"})
+        build_training_args(VERBS[verb].config_class, training, output_dir="r")
     assert early.value.where == late.value.where and early.value.what == late.value.what
 
 
@@ -78,12 +89,24 @@ def test_a_wrong_key_or_type_gets_the_error_of_the_config_itself(verb: str, trai
     [
         ("sft", {"learning_rate": "1e-4", "max_steps": "3", "bf16": "true", "report_to": ["tensorboard"], "eval_strategy": "no"}),
         ("grpo", {"method": "parity.py:Parity", "method_settings": {"a": 1}, "policy": "margin", "beta": 0}),
+        ("grpo", {"method": "diffu-grpo", "kl": "k3", "reference_sync_steps": 8}),
         ("sft", {"logging_dir": None, "fsdp_config": {"version": 2}, "optim": "adamw_torch", "aggregation": "sequence"}),
     ],
 )
 def test_what_the_config_takes_is_not_refused_before(verb: str, training: dict[str, object]) -> None:
     checked_fields(VERBS[verb].config_class, training, "training")
     check_training(verb, training)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_out_of_range_is_refused_before_torch_is_imported(verb: str) -> None:
+    limited = [(setting, setting.limits) for setting in settings_of_verb(verb) if setting.limits]
+    assert len(limited) > 10
+    for setting, limits in limited:
+        for value in [limits[end] + sign for end, sign in (("low", -1), ("high", 1)) if end in limits]:
+            with pytest.raises(ConfigError) as refused:
+                check_training(verb, {setting.name: value})
+            assert refused.value.where == setting.key and "out of range" in str(refused.value)
 
 
 def test_an_unknown_word_is_refused_with_the_known_ones() -> None:

@@ -15,6 +15,7 @@ from unmask.commands.settings.listing import SET_BY_RUN
 from unmask.commands.verbs import VERBS
 from unmask.config.listing import Setting, one_line, plain_default, type_name
 from unmask.rl.methods import METHODS
+from unmask.training.config_fields import limits_of
 
 STOCK = {field.name: field for field in dataclasses.fields(TrainingArguments)}
 
@@ -23,7 +24,7 @@ def listed_settings() -> dict[str, Any]:
     """What `settings.json` holds.
 
     That is the version of transformers, the settings of its TrainingArguments, and those of each verb in the order of their declaration:
-    `[key, type, default, help]`, or the key alone of one that the verb leaves as it is.
+    `[key, type, default, help]`, with its limits if it has any, or the key alone of one that the verb leaves as it is.
     """
     stock = [_row(setting) for setting in training_settings(TrainingArguments)]
     listed: dict[str, Any] = {"transformers": package_version("transformers"), "methods": [*METHODS], "stock": stock}
@@ -33,7 +34,7 @@ def listed_settings() -> dict[str, Any]:
 
 
 def _row(setting: Setting) -> list[Any]:
-    return [setting.key, setting.type, setting.default, setting.help]
+    return [setting.key, setting.type, setting.default, setting.help, *([] if setting.limits is None else [setting.limits])]
 
 
 def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
@@ -44,7 +45,11 @@ def training_settings(cls: type[TrainingArguments]) -> Iterator[Setting]:
             words = field.metadata.get("choices")
             shown = " | ".join(words) + (" | null" if field.default is None else "") if words else type_name(_named(hints[field.name]))
             described = one_line(field.metadata.get("help"))
-            yield Setting(f"training.{field.name}", shown, plain_default(default_of(field)), described, stock=is_stock(field))
+            limits = limits_of(field)
+            if limits is not None:
+                limits.pop("choices", None)  # those of the type
+            default = plain_default(default_of(field))
+            yield Setting(f"training.{field.name}", shown, default, described, is_stock(field), limits)
 
 
 def _named(hint: Any) -> Any:

@@ -13,7 +13,8 @@ import importlib.util
 import json
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from unmask.artifacts import package_version
 from unmask.config.listing import Setting, settings_of
 from unmask.config.run import RunConfig, checked, refuse_unknown
 from unmask.errors import NAMES_ELSEWHERE, ConfigError, did_you_mean
+from unmask.training.config_fields import check_settings
 
 SETTINGS = Path(__file__).with_name("settings.json")
 SET_BY_RUN = ("output_dir", "data_source", "resume_from_checkpoint")
@@ -85,28 +87,48 @@ def fields_of_training_arguments() -> list[str]:
 
 def stock_settings() -> dict[str, Setting]:
     """The fields of `transformers.TrainingArguments` that a run may set, by key."""
-    return {key: Setting(key, kind, default, help, stock=True) for key, kind, default, help in _listed()["stock"]}
+    return {row[0]: replace(setting_in(row), stock=True) for row in _listed()["stock"]}
+
+
+def setting_in(row: Sequence[Any]) -> Setting:
+    """The setting of a row of `settings.json`."""
+    key, kind, default, described, *limits = row
+    return Setting(key, kind, default, described, limits=limits[0] if limits else None)
 
 
 @functools.cache
 def settings_of_verb(verb: str) -> tuple[Setting, ...]:
     """The settings of a verb: first those under `training`, in the order of their declaration."""
     stock = stock_settings()
-    return (*(stock[row] if isinstance(row, str) else Setting(*row) for row in _listed()[verb]), *settings_of(RunConfig))
+    return (*(stock[row] if isinstance(row, str) else setting_in(row) for row in _listed()[verb]), *settings_of(RunConfig))
 
 
 def check_training(verb: str, training: Mapping[str, Any], *, own_methods: bool = False) -> None:
-    """Raise ConfigError for a key that the section `training` does not have, or a value of another type. Ranges, and what cannot be
-    combined, are checked by the verb's config. `own_methods`: whether imported modules may have added methods."""
+    """Raise ConfigError for a key that the section `training` does not have, a value of another type or out of its range, or a setting
+    without effect beside the others. What else cannot be combined is checked by the verb's config. `own_methods`: whether imported
+    modules may have added methods."""
     settings = {setting.name: setting for setting in settings_of_verb(verb) if setting.key == f"training.{setting.name}"}
     refuse_unknown(training, settings, "training", SET_BY_RUN)
+    values = {name: setting.default for name, setting in settings.items()}
     for name, value in training.items():
         kinds = settings[name].type.split(" | ")
         words = [kind for kind in kinds if kind not in BASIC]
+        values[name] = value
         if not words:
-            checked(value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}")
+            values[name] = checked(value, functools.reduce(operator.or_, (BASIC[kind] for kind in kinds)), f"training.{name}")
         elif isinstance(value, str) and value not in words and "str" not in kinds and all(map(WORD.fullmatch, words)):
             raise ConfigError(f"unknown {name} {value!r}", where=f"training.{name}", remedy=f"Use one of {', '.join(words)}")
+    limited = {name: setting.limits for name, setting in settings.items() if setting.limits is not None}
+    # What a setting needs may be set by a method if it is unset here.
+    given = [
+        name
+        for name, limits in limited.items()
+        if name in training and all(values[needed.partition("=")[0]] is not None for needed in limits.get("needs", ()))
+    ]
+    try:
+        check_settings(limited, given, values.__getitem__)
+    except ConfigError as error:
+        raise error.moved(f"training.{error.where}") from error
 
     method, methods = training.get("method"), _listed()["methods"]
     if isinstance(method, str) and not own_methods and ":" not in method and not method.endswith(".py") and method not in methods:
