@@ -65,6 +65,8 @@ def mistakes() -> list[list[str]]:
             [*start, "--data", "rows.jsonl", "data.chat_template=nope.jinja"],
             [*start, "--data", "rows.jsonl", "--resume"],
         ]
+    wrong += [[verb, "--model", "model", "--output", "r"] for verb in VERBS] + [["evaluate", "model", "--task", "gsm8k"]]
+    wrong += [["sft", *start[1:], "--task", "gsm8k"], ["grpo", *start[1:], "--data", "rows.jsonl"]]
     wrong += [["grpo", *start[1:], "--task", "sudoku", *more] for more in (["training.method=grop"], ["rewards=[nope.py:f]"])]
     wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.reference_model=nowhere/at/all"]]
     wrong += [["serve", "model", "--adapters", "a=nope"], ["inspect", "model", "--hardware", "h200x"], ["demo", "--task", "sudko"]]

@@ -205,6 +205,17 @@ def test_the_model_of_a_reward_and_the_code_of_a_task_are_inputs_too(model, tmp_
         assert_refused(result, "holds an input, run/m", "Choose another output")
 
 
+def test_a_folder_whose_links_lead_into_the_output_is_an_input_there(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, "run/model")
+    Path("linked").mkdir()
+    for each in Path("run/model").iterdir():
+        Path("linked", each.name).symlink_to(each.absolute())
+    Path("rows.jsonl").write_text('{"prompt": "1", "completion": "2"}\n')
+    result = unmask("sft", "--model", "linked", "--data", "rows.jsonl", "--output", "run", "--overwrite", "max_steps=1")
+    assert_refused(result, "holds an input, linked", "Choose another output")
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "config.json", "manifest.json", "model/", "checkpoint-7/", "stage-1/"])
 def test_what_no_run_has_written_is_not_replaced(name, model, tmp_path):
     output = tmp_path / "out"

@@ -16,6 +16,7 @@ from unmask.rewards.spelling import members, plain, split_at, unit_of
 from unmask.rewards.symbolic import equivalent
 
 EQUAL = [
+    (r"5\text{ cm}", "5", "What is the length in cm?"), (r"5\text{ m/s}", "5", "What is the speed in m/s?"), (r"5\text{ km/h}", "5", "speed in km/h"), (r"12\text{ cm}^2", "12", "area in cm$^2$"), ("f'(x)", "f'(x)", ""),
     ("(3,4)", "3<x<4", ""), (r"\frac12<x<3", r"(\frac12, 3)", "Find the interval."),
     (r"\frac{1}{2^{99}}", "2^{-99}", ""), (r"1.6\times10^{-19}", r"1.6\cdot 10^{-19}", ""), (r"-1.6\times 10^{-19}", r"-1.6\times10^{-19}", ""),
     ("10^{-30}x", r"\frac{x}{10^{30}}", ""), ("0.000000000000000001", r"\frac{1}{1000000000000000000}", ""), ("2^{100}", "2^{100}", ""),
@@ -72,6 +73,7 @@ EQUAL = [
 ]  # fmt: skip
 """Answers and their references, with a question where it matters."""
 DIFFERENT = [
+    ("f'(x)", "f(x)", ""), ("x'", "x", ""), ("x''", "x'", ""), ("x'+1", "x+1", ""), (r"\triangle A'B'C'", r"\triangle ABC", ""), ("0,123", "123", ""), ("00,123", "123", ""), (r"5\text{ cm}", "5", "What is the length in m?"),
     (r"\frac12<x<3", r"(\frac12, 3)", ""), (r"5\text{ per}", "5", ""), (r"5\text{ square}", "5", "the area"),
     (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}", ""), (r"-1.6\times10^{-19}", r"1.6\times10^{-19}", ""), (r"1.6\times10^{-19}", r"1.7\times10^{-19}", ""),
     ("10^{-30}", "0", ""), ("10^{-20}", "10^{-21}", ""), (r"\frac{1}{10^{40}}", r"-\frac{1}{10^{40}}", ""), ("(10^{-20}, 1)", "(10^{-21}, 1)", ""),

@@ -227,6 +227,40 @@ def test_a_value_that_is_assigned_later_is_one_that_a_new_config_accepts(verb, n
     assert name in refused.value.where
 
 
+def test_a_value_that_is_assigned_is_converted_as_that_of_a_new_config(tmp_path):
+    given = {"packing": "false", "learning_rate": "1e-3", "max_length": "64", "per_device_train_batch_size": "2", "eval_strategy": "no"}
+    args, new = SFTConfig(output_dir=str(tmp_path)), SFTConfig(output_dir=str(tmp_path), **given)
+    for name, value in given.items():
+        setattr(args, name, value)
+    trainer = SFTTrainer(tiny(), args, PAIRS)
+    assert all(getattr(trainer.args, name) == getattr(new, name) for name in given) and len(trainer.train_dataset) == len(PAIRS)
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])
+def test_a_setting_that_the_trainer_has_read_is_not_changed_any_more(verb, tmp_path):
+    trainer = make(verb, tmp_path)
+    trainer.args.max_length = 3
+    with pytest.raises(ConfigError, match="after the trainer had read it") as refused:
+        trainer.train()
+    assert refused.value.where == "max_length"
+
+
+@pytest.mark.parametrize("verb", ["convert", "sft"])
+def test_another_model_is_not_assigned_to_a_trainer(verb, tmp_path):
+    trainer = make(verb, tmp_path)
+    trainer.model = trainer.model
+    with pytest.raises(ConfigError, match="would not be trained") as refused:
+        trainer.model = tiny().model
+    assert refused.value.where == "trainer.model"
+
+
+@pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
+def test_a_config_is_copied(cls, tmp_path):
+    config = cls(output_dir=str(tmp_path), seed=3)
+    for copied in (dataclasses.replace(config, max_steps=2), cls(**config.to_dict() | {"max_steps": 2})):
+        assert (copied.seed, copied.max_steps) == (3, 2)
+
+
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
     with pytest.raises(ConfigError) as refused:
         GRPOConfig(output_dir=str(tmp_path), loss_type="dapo", max_prompt_length=32, colour="red")
@@ -241,6 +275,7 @@ def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):
         (SFTTrainer, SFTConfig, PAIRS),
         (ConvertTrainer, ConvertConfig, [{"text": "a"}]),
         (partial(GRPOTrainer, reward_funcs=ranks), GRPOConfig, PAIRS),
+        (GRPOTrainer, GRPOConfig, PAIRS),
     ],
 )
 def test_an_unknown_argument_of_a_trainer_is_named_with_the_setting_that_is_meant(trainer, args, rows, tmp_path):

@@ -91,6 +91,9 @@ def evaluate(
     for path in filter(None, (model.path, evaluation.against)):
         check_model(path)
     tasks = {name: get_task(name) for name in evaluation.tasks}
+    for name, task in tasks.items():
+        if task.needs_data and name not in evaluation.sources:
+            task.generate("test", 0, seed=0)  # says that it generates none
     for source in sources:
         check_source(source)
     for name, source in evaluation.sources.items():

@@ -276,6 +276,14 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         if mark and not Path(f"{file}.py").is_file():
             load_module(f"{file}.py", target)  # says so
     task = None if settings.data.task is None else get_task(settings.data.task)
+    if settings.data.train is None:
+        if task is None:
+            raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
+        if task.needs_data:
+            task.generate("train", 0, seed=0)  # says so
+    if verb == "grpo" and task is None and not settings.rewards:
+        remedy = "Name your own, as 'rewards=[my_rewards.py:FUNCTION]', or a task (docs/tasks.md)"
+        raise ConfigError("there is neither a reward function nor a task", where="rewards", remedy=remedy)
     for name, off in (("eval_strategy", "no"), ("eval_on_start", False)):
         if (settings.training.get(name) or off) != off and task is None and settings.data.eval is None:
             raise ConfigError("there is nothing to evaluate on", where=f"training.{name}", remedy="Set data.eval, or leave it out")

@@ -68,8 +68,7 @@ def read_data(config: RunConfig, entry: Verb, task: Task | None, args: TrainingC
     if args.answers_prompts and data.text_column != DataConfig().text_column:
         remedy = "Leave it out, and name the columns as in docs/data.md"
         raise ConfigError("answers to prompts are read from columns of fixed names", where="data.text_column", remedy=remedy)
-    if data.train is None:
-        raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
+    assert data.train is not None
     pairs: Any = args if args.answers_prompts and not data.streaming else None
     train = read_source(data, data.train, data.max_rows, pairs, streaming=data.streaming)
     if data.shuffle_buffer is not None:

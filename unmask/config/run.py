@@ -342,9 +342,16 @@ def inputs_of(settings: RunConfig) -> list[str]:
 def refuse_inputs(output: Path, inputs: Iterable[str | Path]) -> None:
     """Raise ConfigError if an input is what is written, or in a folder that is."""
     for each in inputs:
-        if str(each) and os.path.lexists(each) and (place := Path(each).resolve()).is_relative_to(output.resolve()):
-            what = "is an input, and would be overwritten" if place == output.resolve() else f"holds an input, {each}"
-            raise ConfigError(what, where=str(output), remedy="Choose another output")
+        for place in _places(Path(each)) if str(each) and os.path.lexists(each) else ():
+            if place.is_relative_to(output.resolve()):
+                what = "is an input, and would be overwritten" if place == output.resolve() else f"holds an input, {each}"
+                raise ConfigError(what, where=str(output), remedy="Choose another output")
+
+
+def _places(path: Path) -> list[Path]:
+    """Where a file or a folder is, and where the links in the folder lead."""
+    links = [each.resolve() for each in path.iterdir() if each.is_symlink()] if path.is_dir() else []
+    return [path.resolve(), *links]
 
 
 def refuse_existing(

@@ -35,6 +35,7 @@ from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.attention import DEFAULT_BLOCK
+from unmask.models.compiled import taken_apart
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
@@ -241,6 +242,9 @@ class ConvertTrainer:
 
     @model.setter
     def model(self, model: Any) -> None:
+        if taken_apart(model)[0] is not self.model:
+            what = "is not the model that the trainer was made with, and would not be trained"
+            raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
         for lm in self.lms:
             lm.model = model
 

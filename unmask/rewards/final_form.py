@@ -15,8 +15,8 @@ UNIT_OR_SIGN = re.compile(rf"{UNIT.pattern}|\^\{{? ?\\circ ?\}}?|\\?[$%]")
 SCIENTIFIC = re.compile(r"([+-]?[1-9](?:\.[0-9]+)?) ?(?:\\times|\\cdot|\*) ?10\^(?:\{(-?[0-9]{1,3})\}|(-?[0-9])(?![0-9]))")
 """A number in scientific notation. Its first factor is at least 1 and below 10: `60\\times10^4` is still to be computed."""
 KINDS = {
-    "integer": re.compile(r"[+-]?[0-9]{1,3}(?:[, ]?[0-9]{3})+|[+-]?[0-9]+"),
-    "decimal": re.compile(r"[+-]?(?:[0-9]{1,3}(?:[, ]?[0-9]{3})+|[0-9]*)\.[0-9]+"),
+    "integer": re.compile(r"[+-]?[1-9][0-9]{0,2}(?:[, ]?[0-9]{3})+|[+-]?[0-9]+"),
+    "decimal": re.compile(r"[+-]?(?:[1-9][0-9]{0,2}(?:[, ]?[0-9]{3})+|[0-9]*)\.[0-9]+"),
     "fraction": re.compile(r"[+-]?(?:\\frac\{[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)|\\frac\{-[0-9]+\}\{[0-9]+\}"),
     "scientific": SCIENTIFIC,
     "mixed number": re.compile(r"[+-]?[0-9]+ ?\\frac\{[0-9]+\}\{[0-9]+\}"),

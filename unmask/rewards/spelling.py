@@ -108,6 +108,7 @@ IRREGULAR = {"feet": "foot", "metre": "meter", "centimetre": "centimeter", "kilo
 POWERS = {"square": "2", "cubic": "3", "cubed": "3"}
 POWER_NAMED = {"2": r"square|area|\^2", "3": r"cubi|cube|volume|\^3"}
 UNITS_OF_NUMBERS = re.compile(rf"(?<=[0-9]) ?(?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?![a-zA-Z])|{UNIT.pattern}")
+UNIT_ASKED = re.compile(rf"\bin ((?:{'|'.join({*ABBREVIATIONS} - {'in'})})(?: ?/ ?(?:{'|'.join(ABBREVIATIONS)}))?)(?![a-zA-Z])")
 INFINITY = r"\infty"
 FORMULA = re.compile(r"\$+([^$]+)\$+|\\\[(.+?)\\\]", re.DOTALL)
 
@@ -302,7 +303,8 @@ def _without_unit(given: str, wanted: str, question: str) -> str:
         return given
     unit, _, power = unit_of(found[0]).partition("^")
     sign = SIGN_OF_UNIT.get(unit)
-    units = " ".join([_singular(question), *(unit_of(each[0]).partition("^")[0] for each in UNITS_OF_NUMBERS.finditer(question))])
+    abbreviated = [*(each[0] for each in UNITS_OF_NUMBERS.finditer(question)), *UNIT_ASKED.findall(question)]
+    units = " ".join([_singular(question), *(unit_of(each).partition("^")[0] for each in abbreviated)])
     named = unit and (unit == "unit" or f" {unit} " in f" {units} " or (sign and sign in question))
     return given[: found.start()] if named and re.search(POWER_NAMED.get(power, ""), question, re.IGNORECASE) else given
 

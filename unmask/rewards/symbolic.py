@@ -33,7 +33,7 @@ WAIT_SECONDS = 60.0
 """Its time in all."""
 WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
-NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
+NUMBER = re.compile(r"([+-]?)(?:([1-9][0-9]{0,2}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 DECIMAL = re.compile(r"[0-9]*\.[0-9]+")
 FACTORLESS = re.compile(rf"(?<![0-9a-zA-Z.}}]){SCIENTIFIC.pattern}(?= ?(?:$|,|\\text))")
@@ -43,8 +43,8 @@ KNOWN = re.compile(
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
 """Macros that an answer may have in addition to those of the reference."""
-SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%]|percent|\\circ")
-"""Relations, commas and signs of percent and degrees: math-verify ignores those that only one side has."""
+SAME = re.compile(r"\\(?:le|ne|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<:,%']|percent|\\circ")
+"""Relations, commas, primes and signs of percent and degrees: math-verify ignores those that only one side has."""
 UPPER = re.compile(r"\\[a-zA-Z]+|[A-Z](?!_)")
 
 

@@ -6,6 +6,7 @@ optimizer steps.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +37,7 @@ from unmask.rl.rollouts_ahead import RolloutsAhead, weights_in_use
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.rl.weighted_rewards import RewardFunction, make_rewards
 from unmask.training.checkpoints import steps_done
+from unmask.training.hardware_checks import refuse_unknown_arguments
 from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
@@ -69,7 +71,7 @@ class GRPOTrainer(DiffusionTrainer):
     def __init__(
         self,
         model: DiffusionLM | PreTrainedModel | str | Path,
-        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
+        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str = (),
         args: GRPOConfig | None = None,
         train_dataset: Iterable[Mapping[str, Any]] | None = None,
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
@@ -78,6 +80,7 @@ class GRPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
+        refuse_unknown_arguments(args, rest.keys() - inspect.signature(DiffusionTrainer.__init__).parameters.keys())
         rewards = make_rewards(reward_funcs, args)
         self._reward_identities = reward_identities(reward_funcs)
         rows: Any = train_dataset

@@ -113,7 +113,8 @@ class TrainingConfig(TrainingArguments):
         """Refuses unknown settings, all at once, with the names that they have here."""
         cls._refuse_unknown(given)
         config = super().__new__(cls)
-        config.given = frozenset(name for name, value in given.items() if value is not None)
+        is_copy = len({each.name for each in fields(cls) if each.init} - given.keys()) < 2  # by dataclasses.replace, or of to_dict
+        config.given = frozenset() if is_copy else frozenset(name for name, value in given.items() if value is not None)
         return config
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -124,11 +125,22 @@ class TrainingConfig(TrainingArguments):
             self.assigned.add(name)
         super().__setattr__(name, value)
 
-    def check_assigned(self) -> None:
-        """Raise ConfigError if a setting was assigned a value that a new config would refuse."""
-        if self.assigned - CHECKED_LATER:
-            names = (self.given | self.assigned) - CHECKED_LATER
-            type(self)(**{each.name: getattr(self, each.name) for each in fields(self) if each.init and each.name in names})
+    def check_assigned(self, *, read: bool = False) -> None:
+        """Convert the settings that were assigned, as a new config would.
+
+        Args:
+            read: whether a trainer was made, which has read the settings that are not of transformers.
+
+        Raises:
+            ConfigError: a new config would refuse a value, or a trainer would not read it any more.
+        """
+        settings = {each.name for each in fields(self) if each.init}
+        if late := sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)}) if read else ():
+            raise ConfigError("was assigned after the trainer had read it", where=late[0], remedy="Set it before the trainer is made")
+        if assigned := (self.assigned & settings) - CHECKED_LATER:
+            checked = type(self)(**{name: getattr(self, name) for name in (self.given | assigned) - CHECKED_LATER})
+            for name in assigned:
+                setattr(self, name, getattr(checked, name))
         self.assigned.clear()
 
     @classmethod

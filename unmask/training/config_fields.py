@@ -43,7 +43,11 @@ def setting(
 
 RANGES: dict[str, dict[str, Any]] = {
     **{key: {"low": 1} for key in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")},
-    **{key: {"low": 0} for key in ("learning_rate", "weight_decay", "warmup_steps", "dataloader_num_workers")},
+    **{
+        key: {"low": 0}
+        for key in ("learning_rate", "weight_decay", "warmup_steps", "adam_epsilon", "max_grad_norm", "dataloader_num_workers")
+    },
+    **{name: {"low": 0, "high": 0.999999} for name in ("adam_beta1", "adam_beta2")},
     "seed": {"low": 0, "high": 2**32 - 1},
 }
 """The bounds of settings of transformers."""
@@ -95,6 +99,8 @@ def check_settings(settings: Mapping[str, Mapping[str, Any]], given: Collection[
             raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
     if (steps := value_of("max_steps")) == 0 or steps < -1:
         raise ConfigError(f"{steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
+    if not 0 < (epochs := value_of("num_train_epochs")) < math.inf:
+        raise ConfigError(f"{epochs} is not valid", where="num_train_epochs", remedy="Use a number above 0")
     if value_of("eval_steps") is not None and (strategy := value_of("eval_strategy") or "no") != "steps":
         remedy = "Set eval_strategy to steps, or leave it out"
         raise ConfigError(f"has no effect with eval_strategy {strategy}", where="eval_steps", remedy=remedy)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
@@ -131,6 +132,9 @@ class DiffusionTrainer(Trainer):
     @model.setter
     def model(self, model: Any) -> None:
         self._model, options = taken_apart(model)
+        if extract_model_from_parallel(self._model) is not extract_model_from_parallel(self.lm.model):
+            what = "is not the model that the trainer was made with, and would not be trained"
+            raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
         if options is not None:
             self.lm.compile(**options)
 
@@ -186,6 +190,7 @@ class DiffusionTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
         """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if the run ended before it.
         A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite another."""
+        self.args.check_assigned(read=True)
         self._throughput = Throughput()
         self._tracked_runs.resumed = bool(resume_from_checkpoint)
         with naming_write_errors(self.args.output_folder, FULL_DISK):
