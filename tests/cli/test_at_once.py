@@ -67,7 +67,10 @@ def mistakes() -> list[list[str]]:
         ]
     wrong += [[verb, "--model", "model", "--output", "r"] for verb in VERBS] + [["evaluate", "model", "--task", "gsm8k"]]
     wrong += [["sft", *start[1:], "--task", "gsm8k"], ["grpo", *start[1:], "--data", "rows.jsonl"]]
-    wrong += [["grpo", *start[1:], "--task", "sudoku", *more] for more in (["training.method=grop"], ["rewards=[nope.py:f]"])]
+    wrong += [
+        ["grpo", *start[1:], "--task", "sudoku", *more]
+        for more in (["training.method=grop"], ["rewards=[nope.py:f]"], ["rewards=[sudoku/partal]"])
+    ]
     wrong += [["dpo", *start[1:], "--data", "rows.jsonl", "training.reference_model=nowhere/at/all"]]
     wrong += [["serve", "model", "--adapters", "a=nope"], ["inspect", "model", "--hardware", "h200x"], ["demo", "--task", "sudko"]]
     wrong += [["export", "model", "--layout", "llama", "--output", "r"], ["evaluate", "--rerun", "nope.json"]]

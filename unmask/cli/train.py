@@ -47,7 +47,7 @@ from unmask.data.sources import check_source, first_records
 from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.models.model_paths import check_model, near_path
 from unmask.redaction import shown
-from unmask.tasks import Task, get_task
+from unmask.tasks import Task, get_rewards, get_task
 from unmask.training.run_files import refuse_nothing
 from unmask.variables import ACCEPT_UNSANDBOXED
 
@@ -275,6 +275,8 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
             load_module(f"{file}.py", target)  # says so
+        elif ":" not in target and not target.endswith(".py"):
+            get_rewards(target)
     task = None if settings.data.task is None else get_task(settings.data.task)
     if settings.data.train is None:
         if task is None:
