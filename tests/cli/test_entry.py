@@ -28,7 +28,7 @@ from unmask.errors import ConfigError, ModelError
 
 OTHERS = ["generate", "chat", "serve", "evaluate", "inspect", "config", "new", "demo", "profile", "migrate", "doctor"]
 ALL_VERBS = [*VERB_HELP, *OTHERS]
-REQUIRED = ["--model", "m", "--output"]
+REQUIRED = ["--model", "m", "--task", "sudoku", "--output"]
 
 
 def run(*args: str, **options: Any) -> Any:
@@ -159,7 +159,7 @@ def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(tmp_path:
     result = run("dpo", *REQUIRED, str(tmp_path), "lora.r=4", "--print-config")
     assert result.exit_code == 0
     printed = RunConfig(**parse_yaml(result.stdout, "stdout"))
-    expected = RunConfig(model={"path": "m"}, lora={"r": 4}, output_dir=str(tmp_path))
+    expected = RunConfig(model={"path": "m"}, data={"task": "sudoku"}, lora={"r": 4}, output_dir=str(tmp_path))
     assert printed.model_copy(update={"training": {}}) == expected
     assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6  # the verb's own defaults
     assert "trust_remote_code: false" in result.stdout  # defaults included
@@ -217,7 +217,7 @@ def test_a_path_that_may_not_be_read_is_one_error(monkeypatch: pytest.MonkeyPatc
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "runs/of another")
 
     monkeypatch.setattr("unmask.cli.train.check_output_folder", refuse)
-    result = run("sft", "--model", "m", "--output", "o")
+    result = run("sft", *REQUIRED, "o")
     assert result.exit_code == 2
     assert result.stderr == "error: runs/of another: permission denied. Permit reading and writing, or choose another path.\n"
 

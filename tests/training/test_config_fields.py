@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import pytest
 
 from unmask.errors import ConfigError
-from unmask.training.config_fields import check_settings, check_types, setting
+from unmask.training.config_fields import check_settings, check_types, limits_of, setting
 
 
 @dataclass
@@ -24,7 +25,12 @@ class Config:
 
 def check(config: Config) -> None:
     """Check the settings, where those that differ from their defaults are set."""
-    check_settings(config, lambda each: getattr(config, each.name) not in (None, each.default))
+    check_given(config, [each.name for each in fields(config) if getattr(config, each.name) not in (None, each.default)])
+
+
+def check_given(config: Config, given: list[str]) -> None:
+    limited = {each.name: limits for each in fields(config) if (limits := limits_of(each)) is not None}
+    check_settings(limited, given, partial(getattr, config))
 
 
 @pytest.mark.parametrize(
@@ -53,9 +59,9 @@ def test_the_rest_is_left_alone(given: dict[str, Any]):
 
 def test_what_is_given_by_itself_may_be_told():
     config = Config(of_either=4)
-    check_settings(config, lambda each: False)
+    check_given(config, [])
     with pytest.raises(ConfigError, match="of_switch: needs on"):
-        check_settings(config, lambda each: each.name == "of_switch")
+        check_given(config, ["of_switch"])
 
 
 @pytest.mark.parametrize(("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)])

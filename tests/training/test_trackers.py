@@ -7,6 +7,7 @@ import importlib
 import json
 import sqlite3
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,6 +146,7 @@ def test_a_resumed_run_goes_on_in_its_tensorboard_folder(verb, logging_dir, tmp_
     monkeypatch.setattr("transformers.integrations.integration_utils.default_logdir", iter(["runs/first", "runs/second"]).__next__)
     kept = {"report_to": "tensorboard", "logging_dir": logging_dir}
     interrupt(verb, tmp_path / "run", **kept)
+    time.sleep(1)  # event files are read in the order of their names: by second, and within one by a counter that is compared as text
     moved = (tmp_path / "run").rename(tmp_path / "moved")
     trained(verb, moved, **kept).train(resume_from_checkpoint=True)
     [folder] = {file.parent for file in event_files(tmp_path)}

@@ -23,7 +23,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_settings, check_types, limits_of, setting, unmet
+from unmask.training.config_fields import check_settings, check_stock, check_types, limits_of, setting, unmet
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
@@ -174,6 +174,7 @@ class TrainingConfig(TrainingArguments):
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
         limited = {each.name: limits for each in fields(self) if (limits := limits_of(each)) is not None}
         check_settings(limited, self.given, partial(getattr, self))
+        check_stock(partial(getattr, self))
         super().__post_init__()
         check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is

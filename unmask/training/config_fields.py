@@ -97,6 +97,10 @@ def check_settings(settings: Mapping[str, Mapping[str, Any]], given: Collection[
                 raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
         for needed in unmet(limits, value_of) if name in given else ():
             raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
+
+
+def check_stock(value_of: Callable[[str], Any]) -> None:
+    """Raise ConfigError for settings of transformers that would make no step, or have no effect here. `value_of`: their values by name."""
     if (steps := value_of("max_steps")) == 0 or steps < -1:
         raise ConfigError(f"{steps} is not valid", where="max_steps", remedy="Use 1 or more, or -1 for num_train_epochs")
     if not 0 < (epochs := value_of("num_train_epochs")) < math.inf:
