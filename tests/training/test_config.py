@@ -251,7 +251,7 @@ def test_another_model_is_not_assigned_to_a_trainer(verb, tmp_path):
     trainer.model = trainer.model
     with pytest.raises(ConfigError, match="would not be trained") as refused:
         trainer.model = tiny().model
-    assert refused.value.where == "trainer.model"
+    assert refused.value.where == "trainer.model" and trainer.model is trainer.lm.model
 
 
 @pytest.mark.parametrize("cls", [PretrainConfig, ConvertConfig, SFTConfig, DPOConfig, GRPOConfig])
@@ -259,6 +259,11 @@ def test_a_config_is_copied(cls, tmp_path):
     config = cls(output_dir=str(tmp_path), seed=3)
     for copied in (dataclasses.replace(config, max_steps=2), cls(**config.to_dict() | {"max_steps": 2})):
         assert (copied.seed, copied.max_steps) == (3, 2)
+        copied.eval_strategy, copied.eval_steps = "steps", "4"
+        copied.check_assigned()
+        copied.eval_steps = 5
+        copied.check_assigned()
+        assert copied.eval_steps == 5
 
 
 def test_unknown_settings_are_refused_at_once_with_their_names_here(tmp_path):

@@ -44,7 +44,7 @@ from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.durable.stopping import StopOnSignal
-from unmask.training.hardware_checks import is_split, refuse_unknown_arguments
+from unmask.training.hardware_checks import is_split, refuse_other_model, refuse_unknown_arguments
 from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.resume.record import RunRecord, expect_visited, read_record
@@ -242,9 +242,7 @@ class ConvertTrainer:
 
     @model.setter
     def model(self, model: Any) -> None:
-        if taken_apart(model)[0] is not self.model:
-            what = "is not the model that the trainer was made with, and would not be trained"
-            raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
+        refuse_other_model(taken_apart(model)[0], self.lm)
         for lm in self.lms:
             lm.model = model
 

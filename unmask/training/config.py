@@ -108,13 +108,16 @@ class TrainingConfig(TrainingArguments):
 
     given: ClassVar[frozenset[str]]
     """The names of the settings that were given, whatever their values (None: unset). Of each config; a class has none."""
+    copied: ClassVar[frozenset[str]]
+    """Those of a config that was made with all, as `dataclasses.replace` and `to_dict` do: none of them counts as given."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Refuses unknown settings, all at once, with the names that they have here."""
         cls._refuse_unknown(given)
         config = super().__new__(cls)
-        is_copy = len({each.name for each in fields(cls) if each.init} - given.keys()) < 2  # by dataclasses.replace, or of to_dict
-        config.given = frozenset() if is_copy else frozenset(name for name, value in given.items() if value is not None)
+        names = frozenset(name for name, value in given.items() if value is not None)
+        is_copy = {each.name for each in fields(cls) if each.init} - given.keys() <= CHECKED_LATER | {"hub_token"}
+        config.given, config.copied = (frozenset(), frozenset(given)) if is_copy else (names, frozenset())
         return config
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -138,7 +141,7 @@ class TrainingConfig(TrainingArguments):
         if late := sorted((self.assigned & settings) - {each.name for each in fields(TrainingArguments)}) if read else ():
             raise ConfigError("was assigned after the trainer had read it", where=late[0], remedy="Set it before the trainer is made")
         if assigned := (self.assigned & settings) - CHECKED_LATER:
-            checked = type(self)(**{name: getattr(self, name) for name in (self.given | assigned) - CHECKED_LATER})
+            checked = type(self)(**{name: getattr(self, name) for name in (self.given | self.copied | assigned) - CHECKED_LATER})
             for name in assigned:
                 setattr(self, name, getattr(checked, name))
         self.assigned.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.utils import DynamoBackend
+from accelerate.utils import DynamoBackend, extract_model_from_parallel
 from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
@@ -97,6 +97,13 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
             what = "is never called, because the logits of a row depend on which tokens are hidden"
             raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
+
+
+def refuse_other_model(model: Any, lm: DiffusionLM) -> None:
+    """Raise ConfigError unless a model, which may be wrapped for several processes, is the one that is trained."""
+    if extract_model_from_parallel(model) is not extract_model_from_parallel(lm.model):
+        what = "is not the model that the trainer was made with, and would not be trained"
+        raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
 
 
 def refuse_unknown_arguments(args: Any, given: Iterable[str]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
@@ -34,7 +33,7 @@ from unmask.training.distributed import alone_in, ending_workers, lockstep, rows
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
-from unmask.training.hardware_checks import compile_in_place, refuse_unknown_arguments, refuse_unsupported
+from unmask.training.hardware_checks import compile_in_place, refuse_other_model, refuse_unknown_arguments, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.metrics import STEP_LOSSES, StepNumbers, finite, measuring, naming_missing_metric
 from unmask.training.model_history import chosen_settings, remember
@@ -131,10 +130,9 @@ class DiffusionTrainer(Trainer):
 
     @model.setter
     def model(self, model: Any) -> None:
-        self._model, options = taken_apart(model)
-        if extract_model_from_parallel(self._model) is not extract_model_from_parallel(self.lm.model):
-            what = "is not the model that the trainer was made with, and would not be trained"
-            raise ConfigError(what, where="trainer.model", remedy="Make a trainer with this model")
+        inner, options = taken_apart(model)
+        refuse_other_model(inner, self.lm)
+        self._model = inner
         if options is not None:
             self.lm.compile(**options)
 
