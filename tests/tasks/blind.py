@@ -537,12 +537,6 @@ def separating(problem: Problem, paid: Sequence[set[int]]) -> list[str]:
     return cases
 
 
-def some_of(texts: Iterable[str], most: int) -> list[str]:
-    """The shortest, and others at equal distances."""
-    ordered = sorted(dict.fromkeys(texts), key=len)
-    return ordered[: most // 2] + ordered[most // 2 :: max(1, (len(ordered) - most // 2) * 2 // most)]
-
-
 def problem_of(record: Mapping[str, Any], inputs: int) -> Problem | None:
     """The problem of a record, with so many inputs; None if it is left out, or if its tests cannot be read."""
     code = record["code"].replace("\r\n", "\n")
@@ -555,11 +549,11 @@ def problem_of(record: Mapping[str, Any], inputs: int) -> Problem | None:
     return None
 
 
-def examine(problem: Problem, most: int, compared: int = 600) -> dict[str, Any]:
+def examine(problem: Problem, most: int) -> dict[str, Any]:
     """What passes the tests of a problem."""
     search = Search(problem)
     search.run(most)
-    found = {text: differences(problem, text) for text in some_of(search.passing, compared)}
+    found = {text: differences(problem, text) for text in dict.fromkeys(search.passing)}
     enough = len(problem.inputs) + len(problem.tests) >= RIGHT_ON
     right = [text for text, wrong in found.items() if not wrong and enough]
     paid = [text for text in found if not any(each in text for each in right)]
