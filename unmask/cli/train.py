@@ -271,13 +271,13 @@ def check_inputs(verb: str, settings: RunConfig) -> None:
     for path in map(Path, inputs_of(settings)):
         if path.suffix in (".json", ".jinja", ".jinja2") and not path.exists():
             raise ConfigError("no such file", where=str(path), remedy=near_path(path))
+    task = None if settings.data.task is None else get_task(settings.data.task)  # its rewards can be named then
     for target in settings.rewards:
         file, mark, _ = target.partition(".py:")
         if mark and not Path(f"{file}.py").is_file():
             load_module(f"{file}.py", target)  # says so
         elif ":" not in target and not target.endswith(".py"):
             get_rewards(target)
-    task = None if settings.data.task is None else get_task(settings.data.task)
     if settings.data.train is None:
         if task is None:
             raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")

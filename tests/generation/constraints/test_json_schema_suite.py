@@ -32,6 +32,7 @@ REASONS = (
     "not a schema",
     "contains itself",
     "may fit both",
+    "below the root changes",
 )
 
 
