@@ -293,11 +293,11 @@ COMMON = {
         "batch_size": 2,
     },
     **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
-    **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3, "top_log_probs": 2},
+    **{"reveal_last": [3, 5], "max_batch_tokens": 99, "deterministic": True, "top_log_probs": 2},
 }
 SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
-    SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
+    SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4, agreement_prompts=3),
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5, constraint={"choice": ["yes", "no"]}, top_forbidden=2),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5, entropy_rule="sum-minus-max"),

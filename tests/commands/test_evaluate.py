@@ -139,9 +139,9 @@ def test_a_likelihood_is_a_result_too(model, tmp_path):
         (["--likelihood", "docs/samples/stories.txt", "--steps", "3"], "--steps: a likelihood generates no text"),
         (["--likelihood", "docs/samples/stories.txt", "--guidance", "1"], "--guidance: a likelihood generates no text"),
         (["--likelihood", "missing.txt"], "missing.txt"),
-        (["--likelihood", "a.txt", "--attempts", "2"], "--attempts: is read by --task only"),
-        (["--task", "sudoku", "--samples", "3"], "--samples: is read by --likelihood or --lm-eval only"),
-        (["--task", "sudoku", "--estimator", "exact"], "--estimator: is read by --likelihood or --lm-eval only"),
+        (["--likelihood", "a.txt", "--attempts", "2"], "attempts: is read by --task only"),
+        (["--task", "sudoku", "--samples", "3"], "samples: is read by --likelihood or --lm-eval only"),
+        (["--task", "sudoku", "--estimator", "exact"], "estimator: is read by --likelihood or --lm-eval only"),
     ],
 )
 def test_what_cannot_be_measured_is_one_error(words, message, model, tmp_path):

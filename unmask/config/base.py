@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 import pydantic
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_serializer
 
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import SECRET_KEY, masked, masked_argument
@@ -40,6 +40,26 @@ class Config(pydantic.BaseModel):
             super().__init__(**values)
         except pydantic.ValidationError as error:
             raise _config_error(error, values, type(self)) from None
+
+    def without_effect(self) -> Iterator[ConfigError]:
+        """An error for each setting that the others leave without effect. It is raised if the setting is given, also with the
+        value of its default, unless it asks for nothing (0, False, None). Dumps and records leave these settings out, so that they are
+        accepted again."""
+        return iter(())
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that contradict one another."""
+
+    def model_post_init(self, _: object) -> None:
+        for error in self.without_effect():
+            if error.where in self.model_fields_set and getattr(self, error.where):
+                raise error
+        self.check()
+
+    @model_serializer(mode="wrap")
+    def _leave_out_without_effect(self, dump: pydantic.SerializerFunctionWrapHandler) -> dict[str, Any]:
+        left_out = {error.where for error in self.without_effect()}
+        return {name: value for name, value in dump(self).items() if name not in left_out}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_text
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -41,14 +42,16 @@ with warnings.catch_warnings():
         over: Literal["gap", "text"] = "gap"
         """What has to match in a text to fill. gap: each of its gaps, alone. text: the text as a whole, with all its gaps filled."""
 
-        def model_post_init(self, _: object) -> None:
+        def without_effect(self) -> Iterator[ConfigError]:
+            if self.grammar is None and not self.json:
+                yield ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
+
+        def check(self) -> None:
             texts = ("choice", "regex", "json_schema", "grammar")
             given = [name for name in texts if getattr(self, name) is not None] + ["json"] * self.json
             if len(given) != 1:
                 what = f"{' and '.join(given)} contradict one another" if given else "says nothing that text could match"
                 raise ConfigError(what, where=given[1] if given else "", remedy="Set one of choice, regex, json_schema, json and grammar")
-            if self.grammar is None and not self.json and self.depth != type(self).model_fields["depth"].default:
-                raise ConfigError("has no effect without json or a grammar", where="depth", remedy="Leave it out")
             halved = ConfigError("holds half a character (a surrogate)", where=self.kind, remedy="Write it in UTF-8")
             try:
                 self.model_dump_json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -84,19 +85,25 @@ class EvaluationConfig(Config):
         measured = any(values.get(kind) for kind in (TASK, HARNESS, LIKELIHOOD))
         return values | {HARNESS: RETAINED} if values.get("against") and not measured else values
 
-    def model_post_init(self, _: object) -> None:
-        measured = {kind for kind in (TASK, HARNESS, LIKELIHOOD) if getattr(self, kind)}
-        if not measured:
-            raise ConfigError("nothing to measure", where="evaluate", remedy="Give --task, --lm-eval or --likelihood")
+    @property
+    def measured(self) -> set[str]:
+        """The settings that name something to measure."""
+        return {kind for kind in (TASK, HARNESS, LIKELIHOOD) if getattr(self, kind)}
+
+    def without_effect(self) -> Iterator[ConfigError]:
         for name, readers in READ_BY.items():
-            if measured.isdisjoint(readers) and getattr(self, name) != type(self).model_fields[name].default:
+            if self.measured.isdisjoint(readers):
                 needed = " or ".join(map(_option, readers))
-                raise ConfigError(f"is read by {needed} only", where=_option(name), remedy=f"Leave it out, or give {needed}")
+                yield ConfigError(f"is read by {needed} only", where=name, remedy=f"Leave it out, or give {needed}")
+
+    def check(self) -> None:
+        if not self.measured:
+            raise ConfigError("nothing to measure", where="evaluate", remedy="Give --task, --lm-eval or --likelihood")
         both = set(self.tasks) & set(self.harness_tasks)
         if both:
             what = f"{sorted(both)[0]} is a task of Unmask and of lm-eval"
             raise ConfigError(what, where="evaluate", remedy="Measure it in two evaluations")
-        if self.curve and len(measured) > 1:
+        if self.curve and len(self.measured) > 1:
             what = "is of tasks alone, and a text or tasks of lm-eval are measured too"
             raise ConfigError(what, where="--curve", remedy="Measure them in two evaluations")
         if self.against is not None:

@@ -6,6 +6,8 @@ import typing
 from functools import reduce
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from unmask.config.base import Config, OnResume
 
 
@@ -22,8 +24,9 @@ def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:
 
 def flat_values(config: Config, prefix: str = "") -> dict[str, Any]:
     """The value of every setting of a config, by dotted name; None for all settings of a section that is unset."""
-    whole: Any = config.model_dump(mode="json")
-    return {prefix + name: reduce(lambda held, key: (held or {}).get(key), name.split("."), whole) for name in kinds_of(type(config))}
+    whole: Any = config
+    found = {name: reduce(lambda held, key: getattr(held, key, None), name.split("."), whole) for name in kinds_of(type(config))}
+    return {prefix + name: to_jsonable_python(value) for name, value in found.items()}
 
 
 def section_of(annotation: Any) -> type[Config] | None:

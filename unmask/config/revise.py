@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -41,11 +42,12 @@ class ReviseConfig(Config):
     alpha_on: float = Field(default=0.9, gt=0, lt=1)
     """Schedule loop: the fraction of a block's tokens that is visible between the first and the last part."""
 
-    def model_post_init(self, _: object) -> None:
-        fields = type(self).model_fields
-        loop = [name for name in ("alpha_on", "t_off", "t_on") if getattr(self, name) != fields[name].default]
-        if loop and self.schedule != "loop":
-            raise ConfigError(f"has no effect with schedule {self.schedule!r}", where=loop[0], remedy="Use schedule 'loop'")
+    def without_effect(self) -> Iterator[ConfigError]:
+        if self.schedule != "loop":
+            for name in ("alpha_on", "t_off", "t_on"):
+                yield ConfigError(f"has no effect with schedule {self.schedule!r}", where=name, remedy="Use schedule 'loop'")
+
+    def check(self) -> None:
         if self.t_off >= self.t_on:
             raise ConfigError(f"{self.t_off} is not below t_on, {self.t_on}", where="t_off", remedy="Lower it")
         if 0 < self.temperature < 1e-6:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -56,10 +57,11 @@ class RolloutConfig(Config):
     api_key: Annotated[str | None, NEUTRAL] = None
     """The server's API key; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
 
-    def model_post_init(self, _: object) -> None:
-        for name, field in type(self).model_fields.items():
-            if name not in USED_BY[self.backend] and getattr(self, name) != field.default:
-                raise ConfigError(f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend")
+    def without_effect(self) -> Iterator[ConfigError]:
+        for name in (name for name in type(self).model_fields if name not in USED_BY[self.backend]):
+            yield ConfigError(f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend")
+
+    def check(self) -> None:
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
             what = f"{self.url!r} is not an address" if self.url else f"backend {self.backend!r} needs the address of its server"
             raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -129,14 +130,28 @@ class SamplerConfig(Config):
     """Record this many of the most probable tokens that the constraint forbids at each position, when it was revealed and at temperature 1,
     in the trace: no text that meets it has them there, given what was revealed before."""
 
-    def model_post_init(self, _: object) -> None:
+    def without_effect(self) -> Iterator[ConfigError]:
         if self.self_speculative:
             for name in OF_DENOISING:
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ConfigError(f"has no effect with mode {self.mode!r}", where=name, remedy="Leave it out, or use mode 'denoise'")
-        elif self.candidates > 1:
-            raise ConfigError(f"has no effect with mode {self.mode!r}", where="candidates", remedy="Use mode 'self-speculative'")
-        rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
+                yield ConfigError(f"has no effect with mode {self.mode!r}", where=name, remedy="Leave it out, or use mode 'denoise'")
+        else:
+            yield ConfigError(f"has no effect with mode {self.mode!r}", where="candidates", remedy="Use mode 'self-speculative'")
+        if self.parallel:
+            yield ConfigError(f"has no effect with {self._rules[0]}", where="order_temperature", remedy="Leave it out")
+        elif self.policy in ("random", "left_to_right"):
+            what = f"has no effect with policy {self.policy!r}"
+            yield ConfigError(what, where="order_temperature", remedy="Leave it out")
+            yield ConfigError(what, where="filtered_confidence", remedy="Use policy 'confidence', 'margin' or 'entropy'")
+        if self.entropy_bound is None:
+            yield ConfigError("has no effect without entropy_bound", where="entropy_rule", remedy="Set entropy_bound, or leave it out")
+        if self.constraint is None:
+            yield ConfigError("has no effect without a constraint", where="top_forbidden", remedy="Leave it out, or set one")
+        if self.lossy is None:
+            what, remedy = "has no effect, as nothing is lossy", "Leave it out, or set cache or early_commit"
+            yield ConfigError(what, where="agreement_prompts", remedy=remedy)
+
+    def check(self) -> None:
+        rules = self._rules
         if len(rules) > 1:
             raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them")
         for name in ("temperature", "order_temperature"):
@@ -150,24 +165,14 @@ class SamplerConfig(Config):
         needed = "entropy" if self.entropy_bound is not None else "confidence"
         if self.parallel and self.policy != needed:
             raise ConfigError(f"cannot be combined with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}")
-        if self.order_temperature and (self.parallel or self.policy in ("random", "left_to_right")):
-            what = f"has no effect with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
-            raise ConfigError(what, where="order_temperature", remedy="Leave it out")
         if self.parallel and self.schedule != "even":
             what = f"{self.schedule!r} cannot be combined with {rules[0]}, which does not fix the number of steps"
             raise ConfigError(what, where="schedule", remedy="Leave one out")
-        if self.policy in ("random", "left_to_right") and self.filtered_confidence:
-            remedy = "Use policy 'confidence', 'margin' or 'entropy'"
-            raise ConfigError(f"has no effect with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
-        if self.entropy_rule != "sum" and self.entropy_bound is None:
-            raise ConfigError("has no effect without entropy_bound", where="entropy_rule", remedy="Set entropy_bound, or leave it out")
         if self.drafts and (self.remask or self.guidance):
             what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
             raise ConfigError(what, where="drafts", remedy="Leave one of them out")
         if self.drafts and self.constraint is not None:
             raise ConfigError("cannot be combined with a constraint", where="drafts", remedy="Leave one of them out")
-        if self.top_forbidden and self.constraint is None:
-            raise ConfigError("has no effect without a constraint", where="top_forbidden", remedy="Leave it out, or set one")
         if self.early_commit is not None and self.remask:
             what = "cannot be combined with remask, which hides revealed tokens again"
             raise ConfigError(what, where="early_commit", remedy="Leave one of them out")
@@ -191,6 +196,12 @@ class SamplerConfig(Config):
             others.append(f"schedule {self.schedule!r}: loop has counts of its own")
         if others:
             raise ConfigError(f"cannot be combined with {others[0]}", where="revise", remedy="Leave one of them out")
+
+    @property
+    def _rules(self) -> list[str]:
+        """The settings given that say how many tokens a step reveals."""
+        names = ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound")
+        return [name for name in names if getattr(self, name) is not None]
 
     @property
     def self_speculative(self) -> bool:

@@ -159,13 +159,13 @@ def test_two_processes_give_the_result_of_one(folder):
         (["--lm-eval", "beams"], "gen_kwargs: 'num_beams' is no option of the sampler"),
         (["--lm-eval", "choices", "--style", "chat"], "no chat template"),
         (["--lm-eval", "texts", "--style", "chat"], "no chat template"),
-        (["--lm-eval", "choices", "--data", "a.jsonl"], "--data: is read by --task only"),
-        (["--lm-eval", "choices", "--split", "train"], "--split: is read by --task only"),
+        (["--lm-eval", "choices", "--data", "a.jsonl"], "data: is read by --task only"),
+        (["--lm-eval", "choices", "--split", "train"], "split: is read by --task only"),
         (["--lm-eval", "choices", "--steps", "3"], "steps: no task generates text"),
         (["--lm-eval", "choices,texts", "--guidance", "1"], "guidance: likelihoods are computed without guidance"),
         (["--lm-eval", "hellaswag", "--protocol", "llada-base"], "Use llada-base/without-guidance"),
         (["--lm-eval", "choices", "--include-path", "nowhere"], "nowhere: is not a folder"),
-        (["--task", "sudoku"], "--include-path: is read by --lm-eval only"),
+        (["--task", "sudoku"], "include_path: is read by --lm-eval only"),
     ],
 )
 def test_wrong_input_is_one_line(folder, monkeypatch, words, message):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import Field
+from pydantic_core import to_jsonable_python
 
 from unmask.config.base import Config
 from unmask.config.run import SamplerConfig
@@ -93,7 +94,7 @@ class Protocol(Config):
 
     def replaced(self, lm: DiffusionLM, given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What `given` changes, for the result: by setting the protocol's value and the one that is used. Errors as `sampler`."""
-        ours, used = self.sampler(lm).model_dump(), self.sampler(lm, given).model_dump()
+        ours, used = (to_jsonable_python(dict(self.sampler(lm, each))) for each in (None, given))
         return {name: {"protocol": value, "used": used[name]} for name, value in ours.items() if value != used[name]}
 
     def _settings(self, lm: DiffusionLM) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class Protocol(Config):
         if (self.logits_eos_inf or self.confidence_eos_eot_inf) and lm.eos_token_id is None:
             remedy = "Give the tokenizer an EOS token, or choose another protocol"
             raise ConfigError("has rules about end tokens, and the model has none", where=where, remedy=remedy)
-        settings: dict[str, Any] = {**self.generation, "guidance": self.guidance}
+        settings: dict[str, Any] = self.generation | ({"guidance": self.guidance} if self.guidance else {})
         if self.logits_eos_inf:
             settings["forbidden_tokens"] = [lm.eos_token_id]
         if self.confidence_eos_eot_inf:
